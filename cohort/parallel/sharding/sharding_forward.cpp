@@ -57,7 +57,7 @@ void ShardingEngine::Impl::refresh() {
 }
 
 // Whether the next forward may find whole parameters as they were. All ranks know alike: their
-// forwards are within no_sync together, and the sums are all ranks'.
+// forwards are within no_sync together, and all ranks make the sums.
 bool ShardingEngine::Impl::may_stay() const {
   const auto frozen = [](const auto& bucket) { return bucket->flat.frozen(); };
   return !sharded() && (may_accumulate || std::ranges::any_of(buckets, frozen));

@@ -98,7 +98,7 @@ std::vector<std::vector<NamedTensor>> cut(std::vector<PlacedTensor> parameters, 
   std::map<decltype(kind(parameters.front().parameter)), Open> open;
   for (auto& [each, stretch] : parameters) {
     const auto bytes = static_cast<int64_t>(each.tensor.nbytes());
-    // What is small stays together around it.
+    // A bucket of its own; small parameters before and after it share theirs.
     if (bytes >= kBucketBytes) {
       buckets.emplace_back().push_back(std::move(each));
       continue;
