@@ -36,17 +36,14 @@ inline double logarithm(double x) {
 template <class T>
 void relu_dropout(const T* x, T* out, int64_t n, DropoutRule rule) {
   using M = Math<T>;
-  uint16_t random[kBlock] = {};
-  for (int64_t first = 0; first < n; first += kBlock) {
-    const int64_t count = n - first < kBlock ? n - first : kBlock;
-    if (rule.threshold != 0) random_numbers(rule, first, count, random);
+  for_blocks(n, rule, [&](int64_t first, int64_t count, const uint16_t* random) {
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
       const typename M::Acc value = M::load(x[first + i]);
       const typename M::Acc kept = value > 0 ? value * rule.scale : 0;
       out[first + i] = M::store(random[i] < rule.threshold ? 0 : kept);
     }
-  }
+  });
 }
 
 template <class T>
@@ -63,17 +60,14 @@ void relu_dropout_backward(const T* out, const T* grad, T* grad_x, int64_t n, fl
 template <class T>
 void bias_relu_dropout(T* row, const typename Math<T>::Acc* bias, int64_t n, DropoutRule rule) {
   using M = Math<T>;
-  uint16_t random[kBlock] = {};
-  for (int64_t first = 0; first < n; first += kBlock) {
-    const int64_t count = n - first < kBlock ? n - first : kBlock;
-    if (rule.threshold != 0) random_numbers(rule, first, count, random);
+  for_blocks(n, rule, [&](int64_t first, int64_t count, const uint16_t* random) {
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
       const typename M::Acc value = M::load(row[first + i]) + bias[first + i];
       const typename M::Acc kept = value > 0 ? value * rule.scale : 0;
       row[first + i] = M::store(random[i] < rule.threshold ? 0 : kept);
     }
-  }
+  });
 }
 
 template <class T>
@@ -127,10 +121,7 @@ template <class T, class Function>
 void activate(const T* x, T* out, int64_t n, DropoutRule rule) {
   using M = Math<T>;
   typename M::Acc values[kBlock] = {};
-  uint16_t random[kBlock] = {};
-  for (int64_t first = 0; first < n; first += kBlock) {
-    const int64_t count = n - first < kBlock ? n - first : kBlock;
-    if (rule.threshold != 0) random_numbers(rule, first, count, random);
+  for_blocks(n, rule, [&](int64_t first, int64_t count, const uint16_t* random) {
     for (int64_t i = 0; i < count; ++i) values[i] = M::load(x[first + i]);
 #pragma omp simd
     for (int64_t i = 0; i < kBlock; ++i) values[i] = Function::value(values[i]);
@@ -139,17 +130,14 @@ void activate(const T* x, T* out, int64_t n, DropoutRule rule) {
       const typename M::Acc kept = values[i] * rule.scale;
       out[first + i] = M::store(random[i] < rule.threshold ? 0 : kept);
     }
-  }
+  });
 }
 
 template <class T, class Function>
 void activate_backward(const T* x, const T* grad, T* grad_x, int64_t n, DropoutRule rule) {
   using M = Math<T>;
   typename M::Acc slopes[kBlock] = {};
-  uint16_t random[kBlock];
-  for (int64_t first = 0; first < n; first += kBlock) {
-    const int64_t count = n - first < kBlock ? n - first : kBlock;
-    random_numbers(rule, first, count, random);
+  for_blocks(n, rule, [&](int64_t first, int64_t count, const uint16_t* random) {
     for (int64_t i = 0; i < count; ++i) slopes[i] = M::load(x[first + i]);
 #pragma omp simd
     for (int64_t i = 0; i < kBlock; ++i) slopes[i] = Function::slope(slopes[i]);
@@ -158,7 +146,7 @@ void activate_backward(const T* x, const T* grad, T* grad_x, int64_t n, DropoutR
       const typename M::Acc passed = slopes[i] * rule.scale * M::load(grad[first + i]);
       grad_x[first + i] = M::store(random[i] < rule.threshold ? 0 : passed);
     }
-  }
+  });
 }
 
 inline int64_t visible_keys(const SoftmaxShape& shape, int64_t b, int64_t q) {

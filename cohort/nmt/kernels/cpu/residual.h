@@ -36,36 +36,44 @@ inline void random_numbers(const DropoutRule& rule, int64_t first, int64_t count
                    static_cast<uint64_t>(count) * sizeof(uint16_t));
 }
 
-template <class T, class Out>
-void dropout(const T* x, Out* out, int64_t n, DropoutRule rule) {
-  using M = Math<T>;
+// Calls body(first, count, random) for `n` elements, at most kBlock at a time: random[i] is the random
+// number of the element first + i, 0 if nothing is dropped. Inlined, so that the loops of a body are
+// vectorised as if they stood in its caller.
+template <class Body>
+__attribute__((always_inline)) inline void for_blocks(int64_t n, const DropoutRule& rule,
+                                                      const Body& body) {
   uint16_t random[kBlock] = {};
   for (int64_t first = 0; first < n; first += kBlock) {
     const int64_t count = n - first < kBlock ? n - first : kBlock;
     if (rule.threshold != 0) random_numbers(rule, first, count, random);
+    body(first, count, random);
+  }
+}
+
+template <class T, class Out>
+void dropout(const T* x, Out* out, int64_t n, DropoutRule rule) {
+  using M = Math<T>;
+  for_blocks(n, rule, [&](int64_t first, int64_t count, const uint16_t* random) {
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
       const typename M::Acc kept = M::load(x[first + i]) * rule.scale;
       out[first + i] = Math<Out>::store(random[i] < rule.threshold ? 0 : kept);
     }
-  }
+  });
 }
 
 template <class Y>
 void add_dropout(const typename SumOf<Y>::Type* x, const Y* y, typename SumOf<Y>::Type* out,
                  int64_t n, DropoutRule rule) {
   using M = Math<Y>;
-  uint16_t random[kBlock] = {};
-  for (int64_t first = 0; first < n; first += kBlock) {
-    const int64_t count = n - first < kBlock ? n - first : kBlock;
-    if (rule.threshold != 0) random_numbers(rule, first, count, random);
+  for_blocks(n, rule, [&](int64_t first, int64_t count, const uint16_t* random) {
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
       const typename M::Acc kept = M::load(y[first + i]) * rule.scale;
       const Y dropped = M::store(random[i] < rule.threshold ? 0 : kept);
       out[first + i] = x[first + i] + M::load(dropped);
     }
-  }
+  });
 }
 
 // The sum of term(x) over a row, in an order that `n` alone decides.
