@@ -9,7 +9,6 @@
 #include <limits>
 #include <optional>
 #include <span>
-#include <string>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/types.h>
 #include <vector>
@@ -56,8 +55,10 @@ Dropping saved_dropping(AutogradContext* context) {
           .part = {.size = part[0], .whole = part[1], .first = part[2]}};
 }
 
-void check_device(const at::Tensor& tensor, const at::Tensor& beside, const char* name) {
-  TORCH_CHECK_VALUE(tensor.device() == beside.device(), name, ": expected a tensor on ",
+// The parts of the tensor's name are put together only for the message: each step of decoding asks.
+template <class... Parts>
+void check_device(const at::Tensor& tensor, const at::Tensor& beside, const Parts&... name) {
+  TORCH_CHECK_VALUE(tensor.device() == beside.device(), name..., ": expected a tensor on ",
                     beside.device(), ", got one on ", tensor.device());
 }
 
@@ -414,7 +415,7 @@ void check_added(const char* name, const at::Tensor& x, const at::Tensor& y) {
                     ": expected two tensors of a shape, the second of the first's type or a "
                     "narrower one, got ",
                     x.dtype(), " ", x.sizes(), " and ", y.dtype(), " ", y.sizes());
-  check_device(y, x, (std::string(name) + ": y").c_str());
+  check_device(y, x, name, ": y");
 }
 
 // Of x, to which y is added, if it is defined.
@@ -425,8 +426,8 @@ NormedSum norm_of(const char* name, const at::Tensor& x, const at::Tensor& y,
                         bias.sizes() == weight.sizes(),
                     name, ": expected [..., D] and a norm's weight and bias [D], got ", x.sizes(),
                     ", ", weight.sizes(), " and ", bias.sizes());
-  check_device(weight, x, (std::string(name) + ": weight").c_str());
-  check_device(bias, x, (std::string(name) + ": bias").c_str());
+  check_device(weight, x, name, ": weight");
+  check_device(bias, x, name, ": bias");
   const NormKernels& fused = kernels_for(x).norm;
   if (fused.forward != nullptr && fused.takes(x, y, norm)) {
     const Dropping dropping = y.defined() ? next_dropping(y.numel(), p, stream, {}) : Dropping();
