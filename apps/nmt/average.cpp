@@ -2,7 +2,9 @@
 // `cohort nmt average`: one model whose weights are the mean of several checkpoints of a run.
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <filesystem>
 #include <memory>
+#include <system_error>
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
@@ -31,6 +33,14 @@ train::NamedTensors empty_like(const train::NamedTensors& tensors, at::ScalarTyp
 
 int run(const AverageFlags& flags) {
   auto updates = translate::kept_updates(flags.model_dir);
+  std::error_code error;  // The check below says more of a folder that cannot be read.
+  if (updates.empty() && std::filesystem::exists(flags.model_dir + "/best", error) &&
+      holds_int8(flags.model_dir)) {
+    throw ConfigError(
+        flags.model_dir +
+        " holds 8-bit weights, which have no mean: average the checkpoints of the run "
+        "that it was made of, then round the mean by cohort nmt quantize");
+  }
   if (std::ssize(updates) < std::max<int64_t>(flags.last, 1)) {
     throw ConfigError(flags.model_dir + "/checkpoints holds the weights of " +
                       std::to_string(updates.size()) + " updates: expected at least " +

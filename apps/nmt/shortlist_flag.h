@@ -27,10 +27,10 @@ struct ShortlistFlag {
         TextValue{{},
                   [this] { return file.empty() ? std::vector<std::string>{} : std::vector{file}; },
                   [this](const auto& given) { set(given); }},
-        "Search only among the FIRST most frequent target pieces and the BEST of each source "
-        "piece that have at least the probability PRUNE: FILE FIRST BEST PRUNE, where FILE is "
-        "of cohort nmt shortlist, and the numbers are 100 100 0 unless given",
-        {.unit = kFile, .max_values = 4, .shown_default = "none"}};
+        "Search only among the FIRST (100) most frequent target pieces and the BEST (100) of each "
+        "source piece that have at least the probability PRUNE (0); FILE is of cohort nmt "
+        "shortlist",
+        {.unit = "FILE [FIRST [BEST [PRUNE]]]", .max_values = 4, .shown_default = "none"}};
   }
 
   /// Errors: ConfigError for a file that is no shortlist of the model's vocabularies, or holds fewer pieces than BEST.

@@ -32,9 +32,15 @@ std::vector<std::string> words_of(const std::string& type) {
   return split(type.substr(open + 1, close - open - 1), ',');
 }
 
-std::string value_of(const CLI::Option& option, bool has_words) {
+// Behind the colon CLI11 names what checks the values.
+std::string own_type(const CLI::Option& option) {
   const std::string type = option.get_type_name();
-  const std::string own = type.substr(0, type.find(':'));
+  return type.substr(0, type.find(':'));
+}
+
+std::string value_of(const CLI::Option& option, bool has_words) {
+  const std::string type = own_type(option);
+  const std::string own = type.substr(0, type.find(' '));
   if (own == "INT" || own == "UINT") return "N";
   if (own == "FLOAT") return "X";
   if (own == "TEXT" || own.empty()) return has_words ? "WORD" : "TEXT";
@@ -59,6 +65,7 @@ FlagInfo info_of(const CLI::Option& option) {
   info.min_values = option.get_items_expected_min();
   info.max_values = option.get_items_expected_max();
   if (info.max_values > 0) {
+    if (const std::string type = own_type(option); type.find(' ') != type.npos) info.usage = type;
     info.words = words_of(option.get_type_name());
     info.value = value_of(option, !info.words.empty());
     info.default_values = defaults_of(option);

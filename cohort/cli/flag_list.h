@@ -17,7 +17,8 @@ inline constexpr const char* kListFlags = "__flags";
 struct FlagInfo {
   const CLI::Option* option = nullptr;
   std::vector<std::string> names;  ///< With their dashes, short ones first; none: a positional.
-  std::string value;               ///< FILE, TOKENS ...; empty for a flag without value.
+  std::string value;  ///< FILE, TOKENS ...; empty for a flag without value. Of several the first.
+  std::string usage;  ///< "FILE [FIRST [BEST]]" where values are of several kinds; else empty.
   std::vector<std::string> words;  ///< The values it accepts, if they are few.
   int min_values = 0;
   int max_values = 0;  ///< Of one use; kManyValues and above: no limit.

@@ -89,7 +89,7 @@ void GroupFlags::add_to(CLI::App& app, Devices allowed) {
     app.add_option("--devices", devices,
                    "Numbers of CUDA devices: of this host's ranks the first computes on the first "
                    "of them, and so on")
-        ->type_name("N...")
+        ->type_name("N")
         ->excludes("--device")
         ->group(section);
     app.add_flag("--allow-tf32", allow_tf32,

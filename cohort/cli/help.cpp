@@ -41,9 +41,10 @@ void two_columns(const std::string& left, const std::string& right, std::string&
   wrap(right, kLeftWidth, kLeftWidth, out);
 }
 
-// "FILE", "FILE [FILE]", "FILE ..." for the values of one use.
+// "FILE", "FILE [FILE]", "FILE ...", "FILE [FIRST [BEST]]" for the values of one use.
 std::string placeholder_of(const FlagInfo& flag) {
   if (flag.max_values == 0) return "";
+  if (!flag.usage.empty()) return flag.usage;
   if (flag.max_values >= kManyValues) return flag.value + " ...";
   std::string text;
   for (int i = 0; i < flag.max_values; ++i) {

@@ -59,8 +59,20 @@ TEST(HelpTest, FlagsStandByTopicWithUnitAndDefault) {
         "--train-sets FILE [FILE] ", "auto, bfloat16 or float32 [auto]", "(required)"}) {
     EXPECT_NE(help.find(part), std::string::npos) << part << " in:\n" << help;
   }
+  EXPECT_NE(help.find("--devices N ... "), std::string::npos) << help;
   EXPECT_LT(help.find("\nData:\n"), help.find("\nRanks:\n"));
   EXPECT_LT(help.find("\nRanks:\n"), help.find("\nOther:\n"));
+}
+
+TEST(HelpTest, ValuesOfSeveralKindsAreNamed) {
+  for (const std::string command : {"translate", "evaluate"}) {
+    const std::string help = shell(bin("cohort") + " nmt " + command + " --help").output;
+    EXPECT_NE(help.find("  --shortlist FILE [FIRST [BEST [PRUNE]]]\n"), std::string::npos) << help;
+    // Shells complete the first.
+    const std::string flags = shell(bin("cohort-nmt") + " __flags").output;
+    EXPECT_NE(flags.find("flag\tnmt " + command + "\t--shortlist\t4\tFILE\t\t"), std::string::npos)
+        << flags;
+  }
 }
 
 // The backend would transfer nothing: the ranks' tensors are on the CPU, and Gloo would take them

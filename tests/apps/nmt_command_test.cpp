@@ -772,6 +772,9 @@ TEST_F(NmtCommandTest, AQuantizedModelTranslatesAsOneQuantizedWhenLoaded) {
   expect_refused("quantize --model-dir " + path("q") + " --output " + path("new"),
                  "q/best holds 8-bit weights already");
   EXPECT_FALSE(fs::exists(path("new")));
+  expect_refused("average --model-dir " + path("q") + " --output " + path("new"),
+                 "q holds 8-bit weights, which have no mean: average the checkpoints of the run "
+                 "that it was made of, then round the mean by cohort nmt quantize");
   // A file is in the folder's place, a folder in the vocabulary's.
   expect_refused(quantize + path("valid.en"), "valid.en: Not a directory");
   fs::create_directories(path("taken/target.spm"));
