@@ -13,6 +13,7 @@
 
 #include "cohort/base/console.h"
 #include "cohort/base/program.h"
+#include "cohort/cli/counted.h"
 #include "cohort/cli/parse.h"
 #include "cohort/nmt/decode_times.h"
 #include "cohort/nmt/search.h"
@@ -167,10 +168,11 @@ void BenchDecode::print(std::span<const double> seconds, double tokens_per_s,
     console.print("%s\n", line.dump().c_str());
     return;
   }
-  console.print("# %lld sentences of %lld tokens, beam %lld, %s, %lld threads: %.0f tokens/s\n",
-                static_cast<long long>(rows_), static_cast<long long>(source_tokens_),
-                static_cast<long long>(beam_size_), nmt::to_string(model.precision()).c_str(),
-                static_cast<long long>(threads_), tokens_per_s);
+  console.print("# %s of %s, beam %lld, %s, %s: %.0f tokens/s\n",
+                cli::counted(rows_, "sentence").c_str(),
+                cli::counted(source_tokens_, "token").c_str(), static_cast<long long>(beam_size_),
+                nmt::to_string(model.precision()).c_str(), cli::counted(threads_, "thread").c_str(),
+                tokens_per_s);
   console.print("%-28s %10s %7s\n", "section", "ms", "%");
   for (size_t i = 0; i < seconds.size(); ++i)
     console.print("%-28s %10.2f %7.1f\n", kDecodeNames[i].second, seconds[i] * 1e3,

@@ -12,6 +12,7 @@
 
 #include "cohort/base/console.h"
 #include "cohort/base/program.h"
+#include "cohort/cli/counted.h"
 #include "cohort/cli/parse.h"
 #include "cohort/comm/shared_tensor.h"
 #include "cohort/parallel/strategy.h"
@@ -249,12 +250,12 @@ void print_section(Console& console, const char* name, const nlohmann::ordered_j
 }
 
 void print_table(Console& console, const nlohmann::ordered_json& result) {
-  console.print(
-      "# a training step: %lld parameters, %d ranks, %s, %lld words a rank, mean of %lld steps\n",
-      static_cast<long long>(result["params"].get<int64_t>()), result["world_size"].get<int>(),
-      result["precision"].get<std::string>().c_str(),
-      static_cast<long long>(result["mini_batch_words"].get<int64_t>()),
-      static_cast<long long>(result["steps"].get<int64_t>()));
+  console.print("# a training step: %lld parameters, %s, %s, %lld words a rank, mean of %s\n",
+                static_cast<long long>(result["params"].get<int64_t>()),
+                cli::counted(result["world_size"].get<int>(), "rank").c_str(),
+                result["precision"].get<std::string>().c_str(),
+                static_cast<long long>(result["mini_batch_words"].get<int64_t>()),
+                cli::counted(result["steps"].get<int64_t>(), "step").c_str());
   console.print("%-28s %10s %7s %10s %10s %9s %9s %9s\n", "section", "ms", "% step", "limit ms",
                 "% of limit", "GFLOP/s", "limit", "faults");
   for (const SectionNames& names : kSectionNames)

@@ -15,6 +15,7 @@
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
 #include "cohort/base/stored_checkpoint.h"
+#include "cohort/cli/counted.h"
 #include "cohort/cli/parse.h"
 
 namespace {
@@ -22,6 +23,7 @@ namespace {
 using cohort::ConfigError;
 using cohort::StoredCheckpoint;
 using cohort::StoredTensor;
+using cohort::cli::counted;
 using Action = std::function<int()>;
 using Json = nlohmann::ordered_json;
 
@@ -154,7 +156,7 @@ int consolidate(const ConsolidateFlags& flags) {
   StoredCheckpoint checkpoint(flags.folder);
   const auto parts = flags.parts.empty() ? checkpoint.parts() : flags.parts;
   cohort::consolidate_checkpoint(checkpoint, parts, flags.output, what_becomes(flags.overwrite));
-  std::printf("%s: %zu parts\n", flags.output.c_str(), parts.size());
+  std::printf("%s: %s\n", flags.output.c_str(), counted(parts.size(), "part").c_str());
   return cohort::kExitOk;
 }
 
@@ -171,7 +173,8 @@ int import_weights(const ImportFlags& flags) {
     throw ConfigError(flags.source + ": is a checkpoint already: cohort checkpoint consolidate");
   cohort::consolidate_checkpoint(checkpoint, checkpoint.parts(), flags.output,
                                  what_becomes(flags.overwrite));
-  std::printf("%s: %zu tensors\n", flags.output.c_str(), checkpoint.part("weights").size());
+  std::printf("%s: %s\n", flags.output.c_str(),
+              counted(checkpoint.part("weights").size(), "tensor").c_str());
   return cohort::kExitOk;
 }
 

@@ -16,6 +16,7 @@
 #include "cohort/base/error.h"
 #include "cohort/base/machine.h"
 #include "cohort/base/program.h"
+#include "cohort/cli/counted.h"
 #include "cohort/cli/parse.h"
 #include "cohort/comm/accelerator.h"
 #include "cohort/comm/backend.h"
@@ -31,6 +32,7 @@ namespace {
 
 using cohort::ConfigError;
 using cohort::Machine;
+using cohort::cli::counted;
 using cohort::cli::ModelSize;
 using cohort::parallel::readable_bytes;
 using Json = nlohmann::ordered_json;
@@ -196,9 +198,9 @@ void print_versions(const Json& versions) {
 }
 
 void print_cuda(const Json& cuda) {
-  line("accelerator", cuda.contains("reason") ? cuda["reason"].get<std::string>()
-                                              : std::to_string(cuda["devices"].get<int>()) +
-                                                    " devices (--device cuda)");
+  line("accelerator", cuda.contains("reason")
+                          ? cuda["reason"].get<std::string>()
+                          : counted(cuda["devices"].get<int>(), "device") + " (--device cuda)");
   line("CUDA kernels", cuda["kernels"].is_null()
                            ? "none beside the programs: libtorch's operations take their place"
                            : cuda["kernels"].get<std::string>());
@@ -224,9 +226,10 @@ void print_measured(const Json& facts) {
 
 void print_advice(const Json& advice) {
   const std::string model = advice["model"];
-  std::printf("\n%lld parameters%s on %d ranks, %d a host, each with %s, %.0f %% of it for state\n",
-              advice["parameters"].get<long long>(),
-              model.empty() ? "" : (" (" + model + ")").c_str(), advice["ranks"].get<int>(),
+  std::printf("\n%s%s on %s, %d a host, each with %s, %.0f %% of it for state\n",
+              counted(advice["parameters"].get<int64_t>(), "parameter").c_str(),
+              model.empty() ? "" : (" (" + model + ")").c_str(),
+              counted(advice["ranks"].get<int>(), "rank").c_str(),
               advice["ranks_per_host"].get<int>(),
               readable_bytes(advice["memory_bytes_per_rank"].get<double>()).c_str(),
               100 * cohort::parallel::kShareAtRest);

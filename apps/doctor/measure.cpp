@@ -1,20 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "apps/doctor/measure.h"
 
-#include <algorithm>
 #include <chrono>
 #include <torch/types.h>
 #include <vector>
+
+#include "bench/median.h"
 
 namespace cohort::cli {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-double median(std::vector<double> values) {
-  std::ranges::sort(values);
-  return values[values.size() / 2];
-}
 
 template <class Work>
 double seconds_of(Work work) {
@@ -28,7 +24,7 @@ double seconds_of_sum(const comm::ProcessGroup& group, int64_t elements, int tim
   group.all_reduce(tensor);
   std::vector<double> seconds;
   for (int i = 0; i < times; ++i) seconds.push_back(seconds_of([&] { group.all_reduce(tensor); }));
-  return median(seconds);
+  return bench::median_of(seconds);
 }
 
 }  // namespace

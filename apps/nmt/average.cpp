@@ -8,6 +8,7 @@
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
+#include "cohort/cli/counted.h"
 #include "cohort/cli/option_flags.h"
 #include "cohort/nmt/transformer.h"
 #include "cohort/translate/run_folder.h"
@@ -43,7 +44,7 @@ int run(const AverageFlags& flags) {
   }
   if (std::ssize(updates) < std::max<int64_t>(flags.last, 1)) {
     throw ConfigError(flags.model_dir + "/checkpoints holds the weights of " +
-                      std::to_string(updates.size()) + " updates: expected at least " +
+                      counted(updates.size(), "update") + ": expected at least " +
                       std::to_string(std::max<int64_t>(flags.last, 1)) +
                       " (cohort nmt train --save-interval-updates keeps them)");
   }
@@ -66,7 +67,8 @@ int run(const AverageFlags& flags) {
     read[i].second.copy_(sums[i].second.div_(static_cast<double>(updates.size())));
 
   save_model(flags.output, model, updates.back(), metadata, flags.model_dir);
-  std::printf("the mean of %zu checkpoints, updates %s, is in %s/best\n", updates.size(),
+  std::printf("the mean of %s, update%s %s, is in %s/best\n",
+              counted(updates.size(), "checkpoint").c_str(), updates.size() == 1 ? "" : "s",
               metadata["averaged"].c_str(), flags.output.c_str());
   return 0;
 }

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "cohort/base/atomic_file.h"
+#include "cohort/cli/counted.h"
 #include "cohort/cli/group_flags.h"
 #include "cohort/cli/option_flags.h"
 #include "cohort/train/progress.h"
@@ -98,11 +99,11 @@ int run(EvaluateFlags& flags) {
   }
   print_samples(pairs, result.translations, flags.samples);
   if (pairs.num_dropped_empty > 0) {
-    std::printf("%lld pairs with an empty side were left out\n",
-                static_cast<long long>(pairs.num_dropped_empty));
+    std::printf("left out %s with an empty side\n",
+                counted(pairs.num_dropped_empty, "pair").c_str());
   }
-  std::printf("loss %.4f over %lld sentences, %d rank%s, %s\n", result.loss,
-              static_cast<long long>(corpus.size()), group.size(), group.size() == 1 ? "" : "s",
+  std::printf("loss %.4f over %s, %s, %s\n", result.loss,
+              counted(corpus.size(), "sentence").c_str(), counted(group.size(), "rank").c_str(),
               nmt::to_string(*precision).c_str());
   std::printf("%s\n%s\n", text::format(result.bleu, signature).c_str(),
               text::format(result.chrf, chrf_signature).c_str());

@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "cohort/base/error.h"
+#include "cohort/cli/counted.h"
 #include "cohort/cli/option_flags.h"
 
 #include "apps/nmt/commands.h"
@@ -44,8 +45,8 @@ int run(PrepareFlags& flags) {
   made.fresh.keep();
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
   const translate::PairCounts& pairs = text.counts;
-  std::printf("%lld pairs read: %lld kept, %lld cropped, %lld dropped as too long, %lld as empty\n",
-              number(pairs.read), number(pairs.kept), number(pairs.cropped),
+  std::printf("%s read: %lld kept, %lld cropped, %lld dropped as too long, %lld as empty\n",
+              counted(pairs.read, "pair").c_str(), number(pairs.kept), number(pairs.cropped),
               number(pairs.dropped_long), number(pairs.dropped_empty));
   std::printf("token cache %s: %s, after %.1f s\n", text.file.c_str(), text.origin.c_str(),
               seconds.count());

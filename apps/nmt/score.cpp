@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "cohort/base/error.h"
+#include "cohort/cli/counted.h"
 #include "cohort/cli/option_flags.h"
 #include "cohort/text/text_file.h"
 #include "cohort/translate/scoring.h"
@@ -69,7 +70,7 @@ class Pairs {
     if (has_source == has_target) return has_source;
     const size_t shorter = has_source ? 1 : 0;
     throw ConfigError(paths_[shorter].string() + " ends after " +
-                      std::to_string(files_[shorter]->number()) + " lines but " +
+                      counted(files_[shorter]->number(), "line") + " but " +
                       paths_[1 - shorter].string() + " has more: expected as many");
   }
   // "FILE: line N" of the pair that was read last.

@@ -13,6 +13,7 @@
 #include "cohort/base/error.h"
 #include "cohort/base/fd.h"
 #include "cohort/base/system_error.h"
+#include "cohort/cli/counted.h"
 #include "cohort/cli/option_flags.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/translate/lexical_table.h"
@@ -76,8 +77,8 @@ nmt::LexicalTable read(const ShortlistFlags& flags, const std::vector<fs::path>&
       translate::read_lexical_text(flags.lexical_table, text::Tokenizer(vocabularies[0]),
                                    text::Tokenizer(vocabularies[1]), flags.options.best);
   if (num_unknown > 0) {
-    std::printf("%lld lines have pieces that the vocabularies lack: they were left out\n",
-                static_cast<long long>(num_unknown));
+    std::printf("left out %s with pieces that the vocabularies lack\n",
+                counted(num_unknown, "line").c_str());
   }
   return table;
 }
@@ -89,8 +90,8 @@ int run(const ShortlistFlags& flags) {
   const nmt::LexicalTable table =
       flags.train_sets.empty() ? read(flags, vocabularies) : learn(flags, vocabularies);
   translate::write_lexical_table(flags.output, table, vocabularies);
-  std::printf("%zu translations of %zu source pieces are in %s\n", table.targets.size(),
-              table.offsets.size() - 1, flags.output.c_str());
+  std::printf("%s of %s in %s\n", counted(table.targets.size(), "translation").c_str(),
+              counted(table.offsets.size() - 1, "source piece").c_str(), flags.output.c_str());
   return 0;
 }
 

@@ -7,6 +7,7 @@
 #include "cohort/base/console.h"
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
+#include "cohort/cli/counted.h"
 #include "cohort/cli/group_flags.h"
 #include "cohort/cli/offload_flag.h"
 #include "cohort/cli/option_flags.h"
@@ -57,8 +58,8 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
 
 void print_result(const translate::TrainingResult& result,
                   const translate::TrainingOptions& options, const Console& console) {
-  console.print("trained %lld epochs, %lld updates: %s\n", static_cast<long long>(result.epochs),
-                static_cast<long long>(result.updates), result.stop_reason.c_str());
+  console.print("trained %s, %s: %s\n", counted(result.epochs, "epoch").c_str(),
+                counted(result.updates, "update").c_str(), result.stop_reason.c_str());
   console.print("best by %s: ", translate::to_string(options.valid_metrics.front()).c_str());
   if (!result.best) {
     console.print("not validated yet\n");

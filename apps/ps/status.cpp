@@ -8,6 +8,7 @@
 #include "cohort/base/endpoint_list.h"
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
+#include "cohort/cli/counted.h"
 #include "cohort/cli/parse.h"
 #include "cohort/ps/client/server_link.h"
 #include "cohort/ps/client/timer_thread.h"
@@ -60,10 +61,10 @@ ps::Reply ask(const AskFlags& flags, const std::string& endpoint, int server, ps
 }
 
 void print_server(const json& status, const std::string& endpoint) {
-  std::printf("server %d at %s, start %lld, up %.0f s, %s, %lld steps%s\n",
-              status.at("server").get<int>(), endpoint.c_str(),
-              status.at("incarnation").get<long long>(), status.at("up_s").get<double>(),
-              status.value("mode", "no job yet").c_str(), status.at("steps").get<long long>(),
+  std::printf("server %d at %s, start %lld, up %.0f s, %s, %s%s\n", status.at("server").get<int>(),
+              endpoint.c_str(), status.at("incarnation").get<long long>(),
+              status.at("up_s").get<double>(), status.value("mode", "no job yet").c_str(),
+              counted(status.at("steps").get<int64_t>(), "step").c_str(),
               status.at("initialised").get<bool>() ? "" : ", without values");
   const std::string failure = status.at("failure");
   if (!failure.empty()) std::printf("  failed: %s\n", failure.c_str());
@@ -130,8 +131,9 @@ int stop(const AskFlags& flags) {
     }
   }
   if (silent > 0)
-    C10_THROW_ERROR(DistError, std::to_string(silent) + " of " + std::to_string(endpoints.size()) +
-                                   " servers did not reply and may still be running: " + reasons);
+    C10_THROW_ERROR(DistError, std::to_string(silent) + " of " +
+                                   counted(endpoints.size(), "server") +
+                                   " did not reply and may still be running: " + reasons);
   return kExitOk;
 }
 

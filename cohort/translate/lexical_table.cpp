@@ -338,7 +338,7 @@ LexicalText read_lexical_text(const std::filesystem::path& path, const text::Tok
   }
   if (num_known == 0) {
     throw ConfigError(path.string() + ": expected pieces of both vocabularies, got none in " +
-                      std::to_string(lines.number()) + " lines");
+                      std::to_string(lines.number()) + (lines.number() == 1 ? " line" : " lines"));
   }
   result.table = table_of(std::move(by_source), best);
   result.table.target_pieces = target.num_pieces();

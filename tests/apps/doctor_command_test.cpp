@@ -115,6 +115,9 @@ TEST(DoctorCommandTest, SuggestsAStrategyForANumberOfParameters) {
   EXPECT_EQ(facts("--no-measure --model 1k --ranks 1")["advice"]["chosen"], "ddp");
   EXPECT_TRUE(facts("--no-measure --model 900000B --ranks 2")["advice"]["chosen"].is_null());
   EXPECT_FALSE(facts("--no-measure").contains("products"));
+  const Ended alone = doctor("--no-measure --model 1k --ranks 1");
+  EXPECT_NE(alone.output.find("\n1000 parameters on 1 rank, 1 a host, "), std::string::npos)
+      << alone.output;
 }
 
 // The base translator has 93,255,680 parameters, 49,152,000 of them in no layer.

@@ -282,7 +282,7 @@ TEST_F(LexicalTextTest, BadLinesAreNamed) {
               file + ": line 2: expected \"target source probability\", got \"" + line + "\"");
   }
   EXPECT_EQ(refusal("x y 0.5\n"),
-            file + ": expected pieces of both vocabularies, got none in 1 lines");
+            file + ": expected pieces of both vocabularies, got none in 1 line");
   EXPECT_NE(refusal("\xff b 0.5\n").find("UTF-8"), std::string::npos);
 }
 
