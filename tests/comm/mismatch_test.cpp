@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <cstdlib>
 #include <gtest/gtest.h>
-#include <regex>
 #include <signal.h>
 #include <thread>
 #include <unistd.h>
@@ -12,6 +11,7 @@
 #include "cohort/comm/process_group.h"
 
 #include "tests/support/named_in_time.h"
+#include "tests/support/names_difference.h"
 #include "tests/support/ranks.h"
 
 namespace cohort::comm {
@@ -19,9 +19,16 @@ namespace mismatch_test {
 
 using std::chrono::seconds;
 
-// Every rank must end with a PeerError that holds all of `texts`, long before the group's timeout
-// of 60 s. Returns how they ended.
-std::vector<test::RankEnd> expect_named(int world_size, const std::vector<std::string>& texts,
+// What the last rank calls and what the others do, and in which call they are told to disagree.
+struct Difference {
+  std::string odd;
+  std::string usual;
+  std::string in{};  // Empty: not looked at.
+};
+
+// Every rank must end with a PeerError that names `difference`, long before the group's timeout of
+// 60 s. Returns how they ended.
+std::vector<test::RankEnd> expect_named(int world_size, const Difference& difference,
                                         const std::function<void(const ProcessGroup&)>& body,
                                         CheckCollectives check = CheckCollectives::kOn) {
   const auto start = std::chrono::steady_clock::now();
@@ -29,15 +36,14 @@ std::vector<test::RankEnd> expect_named(int world_size, const std::vector<std::s
       test::run_ranks(world_size, body, {.timeout = seconds(60), .check_collectives = check});
   EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(30));
   for (size_t rank = 0; rank < ends.size(); ++rank) {
-    EXPECT_EQ(ends[rank].exit_code, 3) << "rank " << rank << " wrote: " << ends[rank].output;
-    for (const std::string& text : texts) {
-      // Rank 1 of three calls what rank 0 does, which may come late.
-      const std::string of_rank_1 =
-          std::regex_replace(text, std::regex("where rank 0"), "where rank 1");
-      EXPECT_TRUE(ends[rank].output.find(text) != std::string::npos ||
-                  (world_size == 3 && ends[rank].output.find(of_rank_1) != std::string::npos))
-          << "rank " << rank << " wrote: " << ends[rank].output << "expected: " << text;
-    }
+    const std::string& output = ends[rank].output;
+    EXPECT_EQ(ends[rank].exit_code, 3) << "rank " << rank << " wrote: " << output;
+    EXPECT_TRUE(test::names_difference(output, world_size, world_size - 1, difference.odd,
+                                       difference.usual) &&
+                (difference.in.empty() ||
+                 output.find("the ranks disagree in " + difference.in) != std::string::npos))
+        << "rank " << rank << " wrote: " << output << "expected " << difference.odd << " beside "
+        << difference.usual << " in " << difference.in;
   }
   return ends;
 }
@@ -47,14 +53,13 @@ class MismatchTest : public testing::TestWithParam<int> {
  protected:
   int world_size() const { return GetParam(); }
   static bool is_odd_one(const ProcessGroup& group) { return group.rank() == group.size() - 1; }
-  std::string odd_one() const { return "rank " + std::to_string(world_size() - 1) + " calls "; }
 };
 
 TEST_P(MismatchTest, Shapes) {
   expect_named(world_size(),
-               {"the ranks disagree in all_reduce(sum) #2",
-                odd_one() + "all_reduce(sum) of float32[8] at mismatch_test.cpp:",
-                " where rank 0 calls all_reduce(sum) of float32[4] at mismatch_test.cpp:"},
+               {.odd = "all_reduce(sum) of float32[8] at mismatch_test.cpp:",
+                .usual = "all_reduce(sum) of float32[4] at mismatch_test.cpp:",
+                .in = "all_reduce(sum) #2"},
                [](const ProcessGroup& group) {
                  group.all_reduce_sum(1);
                  at::Tensor x = at::ones({is_odd_one(group) ? 8 : 4});
@@ -63,20 +68,19 @@ TEST_P(MismatchTest, Shapes) {
 }
 
 TEST_P(MismatchTest, ShapesWithEqualNumbersOfElements) {
-  expect_named(world_size(),
-               {odd_one() + "broadcast from 0 of float32[4, 2]",
-                "where rank 0 calls broadcast from 0 of float32[2, 4]"},
-               [](const ProcessGroup& group) {
-                 at::Tensor x = is_odd_one(group) ? at::ones({4, 2}) : at::ones({2, 4});
-                 group.broadcast(x);
-               });
+  expect_named(
+      world_size(),
+      {.odd = "broadcast from 0 of float32[4, 2]", .usual = "broadcast from 0 of float32[2, 4]"},
+      [](const ProcessGroup& group) {
+        at::Tensor x = is_odd_one(group) ? at::ones({4, 2}) : at::ones({2, 4});
+        group.broadcast(x);
+      });
 }
 
 // Gloo itself adds the bits of one type to those of the other, and says nothing.
 TEST_P(MismatchTest, Types) {
   expect_named(world_size(),
-               {odd_one() + "all_reduce(sum) of int32[4]",
-                "where rank 0 calls all_reduce(sum) of float32[4]"},
+               {.odd = "all_reduce(sum) of int32[4]", .usual = "all_reduce(sum) of float32[4]"},
                [](const ProcessGroup& group) {
                  at::Tensor x = at::ones({4}, is_odd_one(group) ? at::kInt : at::kFloat);
                  group.all_reduce(x);
@@ -85,8 +89,7 @@ TEST_P(MismatchTest, Types) {
 
 TEST_P(MismatchTest, Reductions) {
   expect_named(world_size(),
-               {odd_one() + "all_reduce(max) of float32[4]",
-                "where rank 0 calls all_reduce(sum) of float32[4]"},
+               {.odd = "all_reduce(max) of float32[4]", .usual = "all_reduce(sum) of float32[4]"},
                [](const ProcessGroup& group) {
                  at::Tensor x = at::ones({4});
                  group.all_reduce(x, is_odd_one(group) ? ReduceOp::kMax : ReduceOp::kSum);
@@ -95,8 +98,7 @@ TEST_P(MismatchTest, Reductions) {
 
 TEST_P(MismatchTest, Roots) {
   expect_named(world_size(),
-               {odd_one() + "broadcast from 1 of float32[4]",
-                "where rank 0 calls broadcast from 0 of float32[4]"},
+               {.odd = "broadcast from 1 of float32[4]", .usual = "broadcast from 0 of float32[4]"},
                [](const ProcessGroup& group) {
                  at::Tensor x = at::ones({4});
                  group.broadcast(x, is_odd_one(group) ? 1 : 0);
@@ -104,22 +106,22 @@ TEST_P(MismatchTest, Roots) {
 }
 
 TEST_P(MismatchTest, Order) {
-  expect_named(
-      world_size(),
-      {odd_one() + "barrier \"end\" at", "where rank 0 calls all_reduce(sum) of float32[4] at"},
-      [](const ProcessGroup& group) {
-        at::Tensor x = at::ones({4});
-        if (!is_odd_one(group)) group.all_reduce(x);
-        group.barrier("end");
-      });
+  expect_named(world_size(),
+               {.odd = "barrier \"end\" at", .usual = "all_reduce(sum) of float32[4] at"},
+               [](const ProcessGroup& group) {
+                 at::Tensor x = at::ones({4});
+                 if (!is_odd_one(group)) group.all_reduce(x);
+                 group.barrier("end");
+               });
 }
 
 // The second time round, calls are known and not compared: the data never match, and after two
 // seconds the watching threads compare.
 TEST_P(MismatchTest, OrderOfCallsThatAreKnown) {
   expect_named(world_size(),
-               {"the ranks disagree in all_reduce(", odd_one() + "all_reduce(max) of float32[4] at",
-                "where rank 0 calls all_reduce(sum) of float32[4] at"},
+               {.odd = "all_reduce(max) of float32[4] at",
+                .usual = "all_reduce(sum) of float32[4] at",
+                .in = "all_reduce("},
                [](const ProcessGroup& group) {
                  at::Tensor x = at::ones({4});
                  group.all_reduce(x);
@@ -130,22 +132,22 @@ TEST_P(MismatchTest, OrderOfCallsThatAreKnown) {
 }
 
 TEST_P(MismatchTest, ShapesOfCallsThatAreKnown) {
-  expect_named(
-      world_size(),
-      {"the ranks disagree in all_reduce(sum) #3", odd_one() + "all_reduce(sum) of float32[8]",
-       "where rank 0 calls all_reduce(sum) of float32[4]"},
-      [](const ProcessGroup& group) {
-        at::Tensor small = at::ones({4});
-        at::Tensor large = at::ones({8});
-        group.all_reduce(small);
-        group.all_reduce(large);
-        group.all_reduce(is_odd_one(group) ? large : small);
-        TORCH_CHECK_VALUE(false, "continued");
-      });
+  expect_named(world_size(),
+               {.odd = "all_reduce(sum) of float32[8]",
+                .usual = "all_reduce(sum) of float32[4]",
+                .in = "all_reduce(sum) #3"},
+               [](const ProcessGroup& group) {
+                 at::Tensor small = at::ones({4});
+                 at::Tensor large = at::ones({8});
+                 group.all_reduce(small);
+                 group.all_reduce(large);
+                 group.all_reduce(is_odd_one(group) ? large : small);
+                 TORCH_CHECK_VALUE(false, "continued");
+               });
 }
 
 TEST_P(MismatchTest, KnownBarriersAndCallsAreToldApart) {
-  expect_named(world_size(), {odd_one() + "barrier \"end\"", "where rank 0 calls all_reduce(sum)"},
+  expect_named(world_size(), {.odd = "barrier \"end\"", .usual = "all_reduce(sum)"},
                [](const ProcessGroup& group) {
                  at::Tensor x = at::ones({4});
                  for (int round = 0; round < 3; ++round) {
@@ -160,7 +162,8 @@ TEST_P(MismatchTest, KnownBarriersAndCallsAreToldApart) {
 TEST_P(MismatchTest, KnownCallsAreComparedOnRequest) {
   test::expect_named_within(1900, [&] {
     return expect_named(
-        world_size(), {odd_one() + "all_reduce(max) of float32[4] at"},
+        world_size(),
+        {.odd = "all_reduce(max) of float32[4] at", .usual = "all_reduce(sum) of float32[4] at"},
         [](const ProcessGroup& group) {
           at::Tensor x = at::ones({4});
           group.all_reduce(x);
@@ -178,8 +181,7 @@ TEST_P(MismatchTest, KnownCallsAreComparedOnRequest) {
 TEST_P(MismatchTest, OrderOfAsynchronousCallsThatAreKnown) {
   expect_named(
       world_size(),
-      {odd_one() + "all_reduce(max) of float32[4]",
-       "where rank 0 calls all_reduce(sum) of float32[4]"},
+      {.odd = "all_reduce(max) of float32[4]", .usual = "all_reduce(sum) of float32[4]"},
       [](const ProcessGroup& group) {
         at::Tensor x = at::ones({4});
         group.all_reduce_async(x).wait();
@@ -191,25 +193,24 @@ TEST_P(MismatchTest, OrderOfAsynchronousCallsThatAreKnown) {
 
 // Gloo itself ends the process of the rank that gets more than it expects.
 TEST_P(MismatchTest, ShapesOfAsynchronousCallsThatAreKnown) {
-  expect_named(
-      world_size(),
-      {"the ranks disagree in all_reduce(sum) #3", odd_one() + "all_reduce(sum) of float32[8]",
-       "where rank 0 calls all_reduce(sum) of float32[4]"},
-      [](const ProcessGroup& group) {
-        at::Tensor small = at::ones({4});
-        at::Tensor large = at::ones({8});
-        group.all_reduce_async(small).wait();
-        group.all_reduce_async(large).wait();
-        group.all_reduce_async(is_odd_one(group) ? large : small).wait();
-      });
+  expect_named(world_size(),
+               {.odd = "all_reduce(sum) of float32[8]",
+                .usual = "all_reduce(sum) of float32[4]",
+                .in = "all_reduce(sum) #3"},
+               [](const ProcessGroup& group) {
+                 at::Tensor small = at::ones({4});
+                 at::Tensor large = at::ones({8});
+                 group.all_reduce_async(small).wait();
+                 group.all_reduce_async(large).wait();
+                 group.all_reduce_async(is_odd_one(group) ? large : small).wait();
+               });
 }
 
 // Only the odd one has it compared, and the comparison must not match the others' data.
 TEST_P(MismatchTest, AnAsynchronousCallThatIsNewWhereTheOthersKnowTheirs) {
   expect_named(
       world_size(),
-      {odd_one() + "all_reduce(max) of float32[4]",
-       "where rank 0 calls all_reduce(sum) of float32[4]"},
+      {.odd = "all_reduce(max) of float32[4]", .usual = "all_reduce(sum) of float32[4]"},
       [](const ProcessGroup& group) {
         at::Tensor x = at::ones({4});
         group.all_reduce_async(x).wait();
@@ -234,18 +235,17 @@ TEST_P(MismatchTest, RepeatedAsynchronousCallsBetweenOthersAgree) {
 }
 
 TEST_P(MismatchTest, AsynchronousShapes) {
-  expect_named(
-      world_size(),
-      {odd_one() + "all_gather of float32[8]", "where rank 0 calls all_gather of float32[4]"},
-      [](const ProcessGroup& group) {
-        const at::Tensor x = at::ones({is_odd_one(group) ? 8 : 4});
-        at::Tensor all = at::empty({x.numel() * group.size()});
-        group.all_gather_into_async(all, x).wait();
-      });
+  expect_named(world_size(),
+               {.odd = "all_gather of float32[8]", .usual = "all_gather of float32[4]"},
+               [](const ProcessGroup& group) {
+                 const at::Tensor x = at::ones({is_odd_one(group) ? 8 : 4});
+                 at::Tensor all = at::empty({x.numel() * group.size()});
+                 group.all_gather_into_async(all, x).wait();
+               });
 }
 
 TEST_P(MismatchTest, NamesOfBarriers) {
-  expect_named(world_size(), {odd_one() + "barrier \"b\"", "where rank 0 calls barrier \"a\""},
+  expect_named(world_size(), {.odd = "barrier \"b\"", .usual = "barrier \"a\""},
                [](const ProcessGroup& group) { group.barrier(is_odd_one(group) ? "b" : "a"); });
 }
 
@@ -270,12 +270,9 @@ TEST(MismatchWatchTest, StuckRanksAreFoundWithoutComparison) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(30));
   for (const auto& end : ends) {
     EXPECT_EQ(end.exit_code, 3);
-    EXPECT_NE(end.output.find("rank 1 calls broadcast from 1 of float32[4] at mismatch_test.cpp:"),
-              std::string::npos)
-        << end.output;
-    EXPECT_NE(
-        end.output.find("where rank 0 calls all_reduce(sum) of float32[4] at mismatch_test.cpp:"),
-        std::string::npos)
+    EXPECT_TRUE(test::names_difference(end.output, 3, 1,
+                                       "broadcast from 1 of float32[4] at mismatch_test.cpp:",
+                                       "all_reduce(sum) of float32[4] at mismatch_test.cpp:"))
         << end.output;
   }
 }
@@ -360,9 +357,10 @@ TEST(MismatchFaultTest, GroupsOfOneNameAreToldApart) {
 }
 
 TEST(MismatchFaultTest, WhatAnErrorCutsIsComparedInFull) {
-  expect_named(3, {"the ranks disagree in subgroup"}, [](const ProcessGroup& group) {
-    group.subgroup({0, group.rank() == 2 ? 2 : 1}, std::string(80, 'x'));
-  });
+  expect_named(3, {.odd = "subgroup", .usual = "subgroup", .in = "subgroup"},
+               [](const ProcessGroup& group) {
+                 group.subgroup({0, group.rank() == 2 ? 2 : 1}, std::string(80, 'x'));
+               });
 }
 
 TEST(MismatchFaultTest, ASuspendedStoreHostIsWaitedFor) {
