@@ -101,8 +101,8 @@ BenchDecode::BenchDecode(CLI::App& bench)
   };
   number("--beam-size", beam_size_, "Width of the beam; 1 is greedy search");
   number("--rows", rows_, "Sentences in a batch");
-  number("--source-tokens", source_tokens_, "Of each sentence, the end mark included");
-  number("--output-tokens", output_tokens_, "To which each translation is forced");
+  number("--source-tokens", source_tokens_, "Tokens of each sentence, the end mark included");
+  number("--output-tokens", output_tokens_, "Tokens to which each translation is forced");
   number("--cpu-threads", threads_, "Batches at a time, each on one thread");
   number("--rounds", rounds_, "Searches of each thread, of whose times the medians count");
   command_.add_option("--seed", seed_, "Random seed of weights and sentences")

@@ -388,7 +388,7 @@ BenchStep::BenchStep(CLI::App& bench)
   number("--steps", steps_, "Measured steps");
   number("--warmup", warmup_, "Warm-up steps, which are not measured");
   number("--rounds", rounds_, "Rounds of each limit, of which the median counts");
-  command_.add_option("--seed", seed_, "Of sentences, parameters and dropout")
+  command_.add_option("--seed", seed_, "Random seed of sentences, parameters and dropout")
       ->capture_default_str();
   command_.add_flag("--json", json_, "Print a line of JSON");
   flags_.add_to(command_);

@@ -170,7 +170,9 @@ struct ImportFlags {
 int import_weights(const ImportFlags& flags) {
   StoredCheckpoint checkpoint(flags.source, flags.key);
   if (!checkpoint.is_imported())
-    throw ConfigError(flags.source + ": is a checkpoint already: cohort checkpoint consolidate");
+    throw ConfigError(flags.source +
+                      ": is a checkpoint already: expected another program's weights (cohort "
+                      "checkpoint consolidate copies a checkpoint)");
   cohort::consolidate_checkpoint(checkpoint, checkpoint.parts(), flags.output,
                                  what_becomes(flags.overwrite));
   std::printf("%s: %s\n", flags.output.c_str(),
@@ -212,7 +214,8 @@ void add_consolidate(CLI::App& app, Action& action) {
       ->required()
       ->type_name(cohort::kFolder);
   command
-      ->add_option("--parts", flags->parts, "Parts to write, such as weights and optimizer [all]")
+      ->add_option("--parts", flags->parts,
+                   "Parts to write, such as weights and optimizer (default: all)")
       ->type_name("PART");
   command->add_flag("--overwrite", flags->overwrite,
                     "Replace a checkpoint in --output, with all of its parts");

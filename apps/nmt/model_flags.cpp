@@ -15,20 +15,23 @@ void add_dim_vocabs(CLI::App& app, std::vector<int64_t>& sizes, const std::strin
 
 void ModelFlags::add_to(CLI::App& app) {
   const std::string group = "Model";
+  const std::string of_preset = " (default: the preset's)";
   app.add_option("--preset", preset, "Sizes to start from")
       ->check(one_of({"tiny", "small", "base", "big"}))
       ->capture_default_str()
       ->group(group);
   add_dim_vocabs(app, dim_vocabs, group);
-  app.add_option("--dim-emb", dim_emb, "Model width")->group(group);
-  app.add_option("--transformer-heads", heads, "Attention heads")->group(group);
-  app.add_option("--enc-depth", enc_depth, "Encoder layers")->group(group);
-  app.add_option("--dec-depth", dec_depth, "Decoder layers")->group(group);
-  app.add_option("--transformer-dim-ffn", dim_ffn, "Inner width of the feed-forward blocks")
+  app.add_option("--dim-emb", dim_emb, "Model width" + of_preset)->group(group);
+  app.add_option("--transformer-heads", heads, "Attention heads" + of_preset)->group(group);
+  app.add_option("--enc-depth", enc_depth, "Encoder layers" + of_preset)->group(group);
+  app.add_option("--dec-depth", dec_depth, "Decoder layers" + of_preset)->group(group);
+  app.add_option("--transformer-dim-ffn", dim_ffn,
+                 "Inner width of the feed-forward blocks" + of_preset)
       ->group(group);
-  app.add_option("--transformer-dropout", dropout, "Dropout probability, in [0, 1)")->group(group);
+  app.add_option("--transformer-dropout", dropout, "Dropout probability, in [0, 1)" + of_preset)
+      ->group(group);
   app.add_option("--label-smoothing", label_smoothing,
-                 "Probability that is spread over all words, in [0, 1)")
+                 "Probability that is spread over all words, in [0, 1)" + of_preset)
       ->group(group);
   app.add_flag("--tied-embeddings", tied_embeddings,
                "The output projection is the target embedding's table")

@@ -48,8 +48,9 @@ void add_export_command(CLI::App& app, PsCommand& command) {
       ->required()
       ->type_name(kFolder);
   subcommand
-      ->add_option("--pushed-since", flags->pushed_since,
-                   "Export only rows with a push since this time, in seconds since 1970")
+      ->add_option(
+          "--pushed-since", flags->pushed_since,
+          "Export only rows with a push since this time, in seconds since 1970 (default: all)")
       ->check(whole_number());
   subcommand->callback([flags, &command] { command.run = [flags] { return run_export(*flags); }; });
 }

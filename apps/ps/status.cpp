@@ -31,9 +31,9 @@ struct AskFlags {
 };
 
 void add_ask_flags(CLI::App& app, AskFlags& flags) {
-  app.add_option(
-      "--pservers", flags.servers,
-      "Endpoints of the servers, \"host:port,unix:PATH\" (default: from the environment)");
+  app.add_option("--pservers", flags.servers,
+                 "Endpoints of the servers, \"host:port,unix:PATH\" (default: from "
+                 "PADDLE_PSERVERS_IP_PORT_LIST)");
   app.add_option("--timeout", flags.timeout_s, "Time to wait for a reply")
       ->type_name(kSeconds)
       ->capture_default_str()
@@ -44,7 +44,10 @@ void add_ask_flags(CLI::App& app, AskFlags& flags) {
 std::vector<std::string> endpoints_of(const AskFlags& flags) {
   if (!flags.servers.empty()) return parse_server_endpoints("--pservers", flags.servers);
   std::vector<std::string> servers = ps::servers_from_environment();
-  if (servers.empty()) throw ConfigError("--pservers: expected the servers' endpoints");
+  if (servers.empty())
+    throw ConfigError(
+        "--pservers: expected the servers' endpoints, HOST:PORT,HOST:PORT, here or in "
+        "PADDLE_PSERVERS_IP_PORT_LIST");
   return servers;
 }
 

@@ -57,22 +57,24 @@ void check_cards_differ(const comm::ProcessGroup& group, const std::string& card
 
 void GroupFlags::add_to(CLI::App& app, Devices allowed) {
   const std::string section = "Ranks";
-  app.add_option("--rank", rank_info.rank,
-                 "This process's rank (with --nproc-per-node: this node's)")
+  app.add_option(
+         "--rank", rank_info.rank,
+         "This process's rank (with --nproc-per-node: this node's; default: the launcher's)")
       ->group(section);
-  app.add_option("--world-size", rank_info.world_size, "Processes (with --nproc-per-node: nodes)")
+  app.add_option("--world-size", rank_info.world_size,
+                 "Processes (with --nproc-per-node: nodes; default: the launcher's)")
       ->group(section);
   app.add_option("--nproc-per-node", rank_info.nproc_per_node,
                  "Processes of each node; LOCAL_RANK must be set")
       ->group(section);
   app.add_option("--dist-url", rank_info.dist_url,
-                 "Rendezvous address: tcp://host:port, file:///path or env://")
+                 "Rendezvous address: tcp://host:port, file:///path or env:// (default: env://)")
       ->type_name("URL")
       ->group(section);
-  app.add_option("--addr", rank_info.master_addr, "Host of rank 0")
+  app.add_option("--addr", rank_info.master_addr, "Host of rank 0 (default: MASTER_ADDR)")
       ->type_name("HOST")
       ->group(section);
-  app.add_option("--port", rank_info.master_port, "Port of rank 0's store")
+  app.add_option("--port", rank_info.master_port, "Port of rank 0's store (default: MASTER_PORT)")
       ->type_name("PORT")
       ->group(section);
   app.add_option("--interface", group.interface,

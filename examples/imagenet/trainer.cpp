@@ -109,7 +109,7 @@ Trainer::Trainer(const Options& options, const cohort::comm::ProcessGroup& group
   }
   training_set_.emplace(options.data + "/train");
   if (training_set_->classes() != validation_set_.classes()) {
-    throw ConfigError(options.data + ": train and val have different classes");
+    throw ConfigError(options.data + ": expected folders of the same names in train and in val");
   }
   const auto rule = cohort::train::parse_learning_rate_rule(options.lr_rule);
   learning_rate_ =

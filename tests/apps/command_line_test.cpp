@@ -60,6 +60,10 @@ TEST(HelpTest, FlagsStandByTopicWithUnitAndDefault) {
     EXPECT_NE(help.find(part), std::string::npos) << part << " in:\n" << help;
   }
   EXPECT_NE(help.find("--devices N ... "), std::string::npos) << help;
+  // What a flag does that is left out stands there, too.
+  for (const char* part :
+       {"Model width (default: the preset's)\n", "Host of rank 0 (default: MASTER_ADDR)\n"})
+    EXPECT_NE(help.find(part), std::string::npos) << part << " in:\n" << help;
   EXPECT_LT(help.find("\nData:\n"), help.find("\nRanks:\n"));
   EXPECT_LT(help.find("\nRanks:\n"), help.find("\nOther:\n"));
 }

@@ -287,7 +287,9 @@ TEST_F(PsCommandTest, MistakesAreNamed) {
           "--server-id: expected 0 to 1, got 2");
   refused("server --load " + folder_ / "nothing" + " --folder " + folder_ / "c",
           "expected a checkpoint of servers");
-  refused("status", "--pservers: expected the servers' endpoints");
+  refused("status",
+          "--pservers: expected the servers' endpoints, HOST:PORT,HOST:PORT, here or in "
+          "PADDLE_PSERVERS_IP_PORT_LIST");
   refused("export " + folder_ / "nothing" + " --output " + folder_ / "d",
           "expected a checkpoint of servers");
   refused("export " + folder_ / "nothing" + " --output " + folder_ / "d" +
