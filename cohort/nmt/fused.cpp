@@ -293,29 +293,33 @@ struct LinearReluDropout : torch::autograd::Function<LinearReluDropout> {
 };
 
 // Operands where projections have left them, or gradients to be written there: without `kv`, x is queries, keys and values.
-AttentionOperands operands_of(const at::Tensor& x, const at::Tensor& kv, int64_t heads) {
-  const int64_t width = kv.defined() ? x.size(2) : x.size(2) / 3;
+AttentionOperands operands_of(const at::Tensor& x, const at::Tensor& kv, int64_t heads,
+                              const PackedSentences& packed) {
+  const int64_t width = kv.defined() ? x.size(-1) : x.size(-1) / 3;
   const at::Tensor& rows = kv.defined() ? kv : x;
-  const int64_t keys = rows.size(2) - 2 * width;
-  return {.q_BQD = x.narrow(2, 0, width),
-          .k_BKD = rows.narrow(2, keys, width),
-          .v_BKD = rows.narrow(2, keys + width, width),
-          .heads = heads};
+  const int64_t keys = rows.size(-1) - 2 * width;
+  return {.q_BQD = x.narrow(-1, 0, width),
+          .k_BKD = rows.narrow(-1, keys, width),
+          .v_BKD = rows.narrow(-1, keys + width, width),
+          .heads = heads,
+          .packed = packed};
 }
 
 // Of operands as `operands_of` takes them, contiguous.
 struct FusedAttention : torch::autograd::Function<FusedAttention> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
                             const std::optional<at::Tensor>& of_keys, int64_t heads,
-                            const SoftmaxMask& mask, const Dropping& dropping) {
+                            const PackedSentences& packed, const SoftmaxMask& mask,
+                            const Dropping& dropping) {
     RECORD_USER_SCOPE("attention");
     const at::Tensor kv = of_keys.value_or(at::Tensor());
     const auto [out, stats] =
-        kernels_for(x).attention.forward(operands_of(x, kv, heads), mask, dropping);
+        kernels_for(x).attention.forward(operands_of(x, kv, heads, packed), mask, dropping);
     save(context, dropping);
     save(context, mask);
     context->saved_data["heads"] = heads;
-    context->save_for_backward({x, kv, mask.key_lengths_B, out, stats});
+    context->saved_data["longest"] = std::vector<int64_t>{packed.queries, packed.keys};
+    context->save_for_backward({x, kv, mask.key_lengths_B, out, stats, packed.query_lengths_B});
     return out;
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
@@ -323,12 +327,41 @@ struct FusedAttention : torch::autograd::Function<FusedAttention> {
     const variable_list saved = context->get_saved_variables();
     const at::Tensor &x = saved[0], &kv = saved[1];
     const int64_t heads = context->saved_data["heads"].toInt();
+    const std::vector<int64_t> longest = context->saved_data["longest"].toIntVector();
+    const PackedSentences packed{saved[5], longest[0], longest[1]};
     const at::Tensor grad_x = at::empty_like(x);
     const at::Tensor grad_kv = kv.defined() ? at::empty_like(kv) : at::Tensor();
-    kernels_for(x).attention.backward(operands_of(x, kv, heads), saved[3], saved[4],
+    kernels_for(x).attention.backward(operands_of(x, kv, heads, packed), saved[3], saved[4],
                                       grads[0].contiguous(), saved_mask(context, saved[2]),
-                                      saved_dropping(context), operands_of(grad_x, grad_kv, heads));
-    return {grad_x, grad_kv, at::Tensor(), at::Tensor(), at::Tensor()};
+                                      saved_dropping(context),
+                                      operands_of(grad_x, grad_kv, heads, packed));
+    return {grad_x, grad_kv, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+enum class RowKind { kPacked, kPadded };
+
+// x's rows of sentences, as rows of the other kind; padding is 0, and takes no gradient.
+template <RowKind kTo>
+struct MovedRows : torch::autograd::Function<MovedRows<kTo>> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
+                            const at::Tensor& elements, int64_t padded_rows) {
+    context->save_for_backward({elements});
+    context->saved_data["padded_rows"] = padded_rows;
+    return moved(x, elements, padded_rows, kTo == RowKind::kPacked);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    refuse_second_derivative();
+    return {moved(grads[0], context->get_saved_variables()[0],
+                  context->saved_data["padded_rows"].toInt(), kTo != RowKind::kPacked),
+            at::Tensor(), at::Tensor()};
+  }
+
+ private:
+  static at::Tensor moved(const at::Tensor& x, const at::Tensor& elements, int64_t padded_rows,
+                          bool to_packed) {
+    if (to_packed) return x.index_select(0, elements);
+    return at::zeros({padded_rows, x.size(1)}, x.options()).index_copy_(0, elements, x);
   }
 };
 
@@ -506,25 +539,68 @@ std::vector<at::Tensor> split_heads(const at::Tensor& x, int64_t parts, int64_t 
       .unbind(0);
 }
 
-// As operands_of takes x and kv.
-at::Tensor attention_of(const at::Tensor& x, const at::Tensor& kv, const at::Tensor& key_lengths_B,
-                        const AttentionOptions& options, DropoutStream& stream) {
-  const int64_t batch = x.size(0), queries = x.size(1);
-  const int64_t keys = kv.defined() ? kv.size(1) : queries;
-  const int64_t width = kv.defined() ? x.size(2) : x.size(2) / 3;
-  TORCH_CHECK_VALUE(key_lengths_B.dtype() == at::kLong && key_lengths_B.is_contiguous() &&
-                        key_lengths_B.sizes() == at::IntArrayRef({batch}),
+void check_lengths(const at::Tensor& lengths_B, int64_t batch, int64_t longest,
+                   const at::Tensor& x) {
+  TORCH_CHECK_VALUE(lengths_B.dtype() == at::kLong && lengths_B.is_contiguous() &&
+                        lengths_B.sizes() == at::IntArrayRef({batch}),
                     "attention: expected int64 lengths of ", batch, " sentences, got ",
-                    key_lengths_B.toString(), " ", key_lengths_B.sizes());
-  check_device(key_lengths_B, x, "attention: lengths");
-  check_range("attention: lengths", key_lengths_B, 1, keys);
+                    lengths_B.toString(), " ", lengths_B.sizes());
+  check_device(lengths_B, x, "attention: lengths");
+  check_range("attention: lengths", lengths_B, 1, longest);
+}
+
+// That x [N, ...] has packed rows so.
+void check_packed(const at::Tensor& x, const SentenceRows& rows, int64_t batch) {
+  check_lengths(rows.lengths_B, batch, rows.longest, x);
+  const at::Tensor& elements = rows.elements_N;
+  TORCH_CHECK_VALUE(
+      elements.dtype() == at::kLong && elements.dim() == 1 && elements.size(0) == x.size(0),
+      "attention: expected ", x.size(0), " int64 elements, got ", elements.toString(), " ",
+      elements.sizes());
+  check_device(elements, x, "attention: elements");
+  if (!x.is_cpu()) return;
+  const auto sum = rows.lengths_B.sum().item<int64_t>();
+  TORCH_CHECK_VALUE(sum == elements.size(0), "attention: expected ", elements.size(0),
+                    " rows of sentences, got lengths of ", sum);
+}
+
+at::Tensor padded_rows(const at::Tensor& x, const SentenceRows& rows) {
+  const int64_t batch = rows.lengths_B.size(0);
+  return MovedRows<RowKind::kPadded>::apply(x, rows.elements_N, batch * rows.longest)
+      .view({batch, rows.longest, x.size(1)});
+}
+
+// As operands_of takes x and kv, with the rows of both.
+at::Tensor attention_of(const at::Tensor& x, const SentenceRows& of_queries, const at::Tensor& kv,
+                        const SentenceRows& of_keys, const AttentionOptions& options,
+                        DropoutStream& stream) {
+  const at::Tensor& lengths_B = of_keys.lengths_B;
+  const bool packed = of_queries.packed();
+  const int64_t batch = packed ? of_queries.lengths_B.numel() : x.size(0);
+  const int64_t queries = of_queries.longest, keys = of_keys.longest;
+  const int64_t width = kv.defined() ? x.size(-1) : x.size(-1) / 3;
   const int64_t head_width = width / options.heads;
   const double scale = 1 / std::sqrt(static_cast<double>(head_width));
   const AttentionKernels& fused = kernels_for(x).attention;
+  if (packed) {
+    check_packed(x, of_queries, batch);
+    if (kv.defined()) check_packed(kv, of_keys, batch);
+    if (!fused.takes_packed) {
+      const at::Tensor out = attention_of(
+          padded_rows(x, of_queries), {.lengths_B = of_queries.lengths_B, .longest = queries},
+          kv.defined() ? padded_rows(kv, of_keys) : kv, {.lengths_B = lengths_B, .longest = keys},
+          options, stream);
+      return MovedRows<RowKind::kPacked>::apply(out.view({batch * queries, width}),
+                                                of_queries.elements_N, batch * queries);
+    }
+  } else {
+    check_lengths(lengths_B, batch, keys, x);
+  }
   if (fused.forward != nullptr && (fused.takes == nullptr || fused.takes(x, kv, head_width))) {
     return FusedAttention::apply(
         x.contiguous(), kv.defined() ? std::optional(kv.contiguous()) : std::nullopt, options.heads,
-        SoftmaxMask{.key_lengths_B = key_lengths_B,
+        packed ? PackedSentences{of_queries.lengths_B, queries, keys} : PackedSentences{},
+        SoftmaxMask{.key_lengths_B = lengths_B,
                     .causal = options.causal,
                     .scale = static_cast<float>(scale)},
         next_dropping(batch * options.heads * queries * keys, options.dropout, stream,
@@ -535,8 +611,8 @@ at::Tensor attention_of(const at::Tensor& x, const at::Tensor& kv, const at::Ten
     for (const at::Tensor& part : split_heads(kv, 2, options.heads)) heads.push_back(part);
   }
   const at::Tensor scores = at::matmul(heads[0], heads[1].transpose(2, 3));
-  const at::Tensor weights = masked_softmax(scores.contiguous(), key_lengths_B, options.causal,
-                                            scale, options.dropout, stream, options.part);
+  const at::Tensor weights = masked_softmax(scores.contiguous(), lengths_B, options.causal, scale,
+                                            options.dropout, stream, options.part);
   return at::matmul(weights, heads[2]).transpose(1, 2).reshape({batch, queries, width});
 }
 
@@ -545,24 +621,44 @@ at::Tensor attention_of(const at::Tensor& x, const at::Tensor& kv, const at::Ten
 at::Tensor attention(const at::Tensor& q_BQD, const at::Tensor& kv_BKE,
                      const at::Tensor& key_lengths_B, const AttentionOptions& options,
                      DropoutStream& stream) {
-  TORCH_CHECK_VALUE(q_BQD.dim() == 3 && kv_BKE.dim() == 3 && kv_BKE.size(0) == q_BQD.size(0) &&
-                        kv_BKE.size(2) == 2 * q_BQD.size(2) && options.heads > 0 &&
-                        q_BQD.size(2) % options.heads == 0 && kv_BKE.dtype() == q_BQD.dtype(),
-                    "attention: expected queries [B, Q, D] with a multiple of ", options.heads,
-                    " columns, and keys with values [B, K, 2 D] of the same type, got ",
-                    q_BQD.toString(), " ", q_BQD.sizes(), " and ", kv_BKE.toString(), " ",
-                    kv_BKE.sizes());
-  check_device(kv_BKE, q_BQD, "attention: keys");
-  return attention_of(q_BQD, kv_BKE, key_lengths_B, options, stream);
+  const auto longest = [](const at::Tensor& x) { return x.dim() == 3 ? x.size(1) : 0; };
+  return attention(q_BQD, {.longest = longest(q_BQD)}, kv_BKE,
+                   {.lengths_B = key_lengths_B, .longest = longest(kv_BKE)}, options, stream);
+}
+
+at::Tensor attention(const at::Tensor& q, const SentenceRows& queries, const at::Tensor& kv,
+                     const SentenceRows& keys, const AttentionOptions& options,
+                     DropoutStream& stream) {
+  const bool packed = queries.packed();
+  const bool fits = packed ? keys.packed() && q.dim() == 2 && kv.dim() == 2
+                           : !keys.packed() && q.dim() == 3 && kv.dim() == 3 &&
+                                 kv.size(0) == q.size(0) && q.size(1) == queries.longest &&
+                                 kv.size(1) == keys.longest;
+  TORCH_CHECK_VALUE(fits && kv.size(-1) == 2 * q.size(-1) && options.heads > 0 &&
+                        q.size(-1) % options.heads == 0 && kv.dtype() == q.dtype(),
+                    "attention: expected queries ", packed ? "[N, D]" : "[B, Q, D]",
+                    " with a multiple of ", options.heads, " columns, and keys with values ",
+                    packed ? "[M, 2 D]" : "[B, K, 2 D]", " of the same type, got ", q.toString(),
+                    " ", q.sizes(), " and ", kv.toString(), " ", kv.sizes());
+  check_device(kv, q, "attention: keys");
+  return attention_of(q, queries, kv, keys, options, stream);
 }
 
 at::Tensor self_attention(const at::Tensor& qkv_BTE, const at::Tensor& key_lengths_B,
                           const AttentionOptions& options, DropoutStream& stream) {
-  TORCH_CHECK_VALUE(
-      qkv_BTE.dim() == 3 && options.heads > 0 && qkv_BTE.size(2) % (3 * options.heads) == 0,
-      "self_attention: expected queries, keys and values [B, T, 3 D] with D a multiple of ",
-      options.heads, ", got ", qkv_BTE.sizes());
-  return attention_of(qkv_BTE, {}, key_lengths_B, options, stream);
+  const int64_t longest = qkv_BTE.dim() == 3 ? qkv_BTE.size(1) : 0;
+  return self_attention(qkv_BTE, {.lengths_B = key_lengths_B, .longest = longest}, options, stream);
+}
+
+at::Tensor self_attention(const at::Tensor& qkv, const SentenceRows& rows,
+                          const AttentionOptions& options, DropoutStream& stream) {
+  const bool packed = rows.packed();
+  TORCH_CHECK_VALUE((packed ? qkv.dim() == 2 : qkv.dim() == 3 && qkv.size(1) == rows.longest) &&
+                        options.heads > 0 && qkv.size(-1) % (3 * options.heads) == 0,
+                    "self_attention: expected queries, keys and values ",
+                    packed ? "[N, 3 D]" : "[B, T, 3 D]", " with D a multiple of ", options.heads,
+                    ", got ", qkv.sizes());
+  return attention_of(qkv, rows, {}, rows, options, stream);
 }
 
 namespace {

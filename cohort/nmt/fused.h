@@ -146,6 +146,28 @@ at::Tensor attention(const at::Tensor& q_BQD, const at::Tensor& kv_BKE,
 at::Tensor self_attention(const at::Tensor& qkv_BTE, const at::Tensor& key_lengths_B,
                           const AttentionOptions& options, DropoutStream& stream);
 
+/// Where B sentences have their rows. Packed, in [N, ...]: one sentence after another, without padding. Padded, in
+/// [B, longest, ...].
+struct SentenceRows {
+  at::Tensor lengths_B;  ///< int64 in [1, longest].
+  int64_t longest = 0;
+  at::Tensor elements_N;  ///< int64, as many as lengths_B adds up to: which element of [B, longest]
+                          ///< each packed row is. Undefined: rows are padded.
+  bool packed() const { return elements_N.defined(); }
+};
+
+/// The same of packed rows [N, D], [M, 2 D] and [N, 3 D], or of padded ones, of which queries need no lengths. Both are packed, or none.
+/// The same elements drop either way: those of weights [B, H, queries.longest, keys.longest].
+///
+/// Numerics: on the CPU a row has the same bits either way.
+/// Devices:  elsewhere than on the CPU packed rows are copied to padded ones and back.
+/// Errors:   c10::ValueError for others; lengths are added up on the CPU alone.
+at::Tensor attention(const at::Tensor& q, const SentenceRows& queries, const at::Tensor& kv,
+                     const SentenceRows& keys, const AttentionOptions& options,
+                     DropoutStream& stream);
+at::Tensor self_attention(const at::Tensor& qkv, const SentenceRows& rows,
+                          const AttentionOptions& options, DropoutStream& stream);
+
 /// Sums of a batch's losses, both scalars: `loss` with label smoothing (differentiable), `nll`
 /// without.
 struct LossSums {

@@ -116,20 +116,33 @@ at::Tensor copy_step(const at::Tensor& last_N, DecoderState& state) {
 
 }  // namespace
 
+Batch Batch::with_rows() const {
+  Batch batch = *this;
+  if (!label_rows_N.defined()) batch.label_rows_N = at::nonzero(labels_BT.reshape({-1})).squeeze(1);
+  if (!source_rows_N.defined()) {
+    const at::Tensor position = at::arange(source_BS.size(1), source_lengths_B.options());
+    batch.source_rows_N =
+        at::nonzero((position < source_lengths_B.unsqueeze(1)).view({-1})).squeeze(1);
+  }
+  return batch;
+}
+
 Batch Batch::to(c10::Device device) const {
   const auto moved = [&](const at::Tensor& tensor) {
     return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/!device.is_cpu());
   };
-  at::Tensor rows =
-      label_rows_N.defined() ? label_rows_N : at::nonzero(labels_BT.reshape({-1})).squeeze(1);
-  if (labels_BT.is_pinned() && !rows.is_pinned()) rows = rows.pin_memory();
+  const auto moved_rows = [&](const at::Tensor& rows) {
+    return moved(labels_BT.is_pinned() && !rows.is_pinned() ? rows.pin_memory() : rows);
+  };
+  const Batch whole = with_rows();
   return {.source_BS = moved(source_BS),
           .source_lengths_B = moved(source_lengths_B),
           .input_BT = moved(input_BT),
           .labels_BT = moved(labels_BT),
           .target_lengths_B = moved(target_lengths_B),
           .num_target_tokens = num_target_tokens,
-          .label_rows_N = moved(rows)};
+          .label_rows_N = moved_rows(whole.label_rows_N),
+          .source_rows_N = moved_rows(whole.source_rows_N)};
 }
 
 at::Tensor sinusoids(int64_t positions, int64_t width) {
@@ -300,10 +313,10 @@ AttentionOptions AttentionImpl::attention_options(int64_t queries, int64_t keys,
       .part = context_->tensor_parallel->dropout_part(heads_ * queries * keys)};  // of a sentence
 }
 
-at::Tensor AttentionImpl::attend(const at::Tensor& q_BTD, const at::Tensor& kv_BSE,
-                                 const at::Tensor& lengths_B) {
+at::Tensor AttentionImpl::attend(const at::Tensor& q, const SentenceRows& queries,
+                                 const at::Tensor& kv, const SentenceRows& keys) {
   return out_proj->forward(attention(
-      q_BTD, kv_BSE, lengths_B, attention_options(q_BTD.size(1), kv_BSE.size(1), /*causal=*/false),
+      q, queries, kv, keys, attention_options(queries.longest, keys.longest, /*causal=*/false),
       context_->stream));
 }
 
@@ -320,26 +333,27 @@ at::Tensor AttentionImpl::project(const at::Tensor& x, int64_t first, int64_t co
   return context_->precision == Precision::kInt8 ? y.to(at::kBFloat16) : y;
 }
 
-at::Tensor AttentionImpl::self(const at::Tensor& x_BTD, const at::Tensor& lengths_B, bool causal) {
-  const at::Tensor qkv = project(x_BTD, 0, 3 * width_);
-  if (infers(*this, qkv)) {
+at::Tensor AttentionImpl::self(const at::Tensor& x, const SentenceRows& rows, bool causal) {
+  const at::Tensor qkv = project(x, 0, 3 * width_);
+  if (!rows.packed() && infers(*this, qkv)) {
     return attend(qkv.narrow(2, 0, width_), see_sentences(qkv.narrow(2, width_, 2 * width_),
-                                                          lengths_B, x_BTD.size(1), causal));
+                                                          rows.lengths_B, rows.longest, causal));
   }
   return out_proj->forward(self_attention(
-      qkv, lengths_B, attention_options(qkv.size(1), qkv.size(1), causal), context_->stream));
+      qkv, rows, attention_options(rows.longest, rows.longest, causal), context_->stream));
 }
 
-at::Tensor AttentionImpl::project_memory(const at::Tensor& memory_BSD) {
-  return project(memory_BSD, width_, 2 * width_);
+at::Tensor AttentionImpl::project_memory(const at::Tensor& memory) {
+  return project(memory, width_, 2 * width_);
 }
 
-at::Tensor AttentionImpl::cross(const at::Tensor& x_BTD, const at::Tensor& memory_BSE,
-                                const at::Tensor& lengths_B) {
-  const at::Tensor q = project(x_BTD, 0, width_);
-  if (infers(*this, q))
-    return attend(q, see_sentences(memory_BSE, lengths_B, x_BTD.size(1), /*causal=*/false));
-  return attend(q, memory_BSE, lengths_B);
+at::Tensor AttentionImpl::cross(const at::Tensor& x, const SentenceRows& rows,
+                                const at::Tensor& memory, const SentenceRows& memory_rows) {
+  const at::Tensor q = project(x, 0, width_);
+  if (!rows.packed() && infers(*this, q)) {
+    return attend(q, see_sentences(memory, memory_rows.lengths_B, rows.longest, /*causal=*/false));
+  }
+  return attend(q, rows, memory, memory_rows);
 }
 
 at::Tensor AttentionImpl::self_step(const at::Tensor& x_ND, DecoderState& state, size_t layer) {
@@ -352,7 +366,9 @@ at::Tensor AttentionImpl::self_step(const at::Tensor& x_ND, DecoderState& state,
       kv_NTE = at::cat({past.front().index_select(0, state.continued_N), kv_NTE}, 1);
     past = {kv_NTE};
     const at::Tensor lengths_N = at::full_like(state.continued_N, kv_NTE.size(1));
-    return attend(q_ND.unsqueeze(1), kv_NTE, lengths_N).squeeze(1);
+    return attend(q_ND.unsqueeze(1), {.longest = 1}, kv_NTE,
+                  {.lengths_B = lengths_N, .longest = kv_NTE.size(1)})
+        .squeeze(1);
   }
   past.push_back(kv_NE.contiguous());
   SeenRows seen;
@@ -368,8 +384,9 @@ at::Tensor AttentionImpl::cross_step(const at::Tensor& x_ND, const DecoderState&
                                      size_t layer) {
   const at::Tensor& memory_BSE = state.memory[layer];
   if (!infers(*this, x_ND)) {
-    return cross(x_ND.unsqueeze(1), memory_BSE.index_select(0, state.sentences_N),
-                 state.source_lengths_B.index_select(0, state.sentences_N))
+    return cross(x_ND.unsqueeze(1), {.longest = 1}, memory_BSE.index_select(0, state.sentences_N),
+                 {.lengths_B = state.source_lengths_B.index_select(0, state.sentences_N),
+                  .longest = memory_BSE.size(1)})
         .squeeze(1);
   }
   const SeenRows of_sentences =
@@ -419,15 +436,14 @@ EncoderLayerImpl::EncoderLayerImpl(const TransformerOptions& o,
   norm2_ = register_module("norm2", LayerNorm(o.dim_emb, context_));
 }
 
-at::Tensor EncoderLayerImpl::forward(const at::Tensor& x_BSD, const at::Tensor& lengths_B) {
+at::Tensor EncoderLayerImpl::forward(const at::Tensor& x, const SentenceRows& rows) {
   const bool training = is_training();
   const ResidualBlock blocks[] = {
-      {norm1_,
-       [&](const at::Tensor& x) { return self_attn_->self(x, lengths_B, /*causal=*/false); }},
-      {norm2_, [&](const at::Tensor& x) {
-         return feed_forward(x, linear1_, linear2_, *context_, training);
+      {norm1_, [&](const at::Tensor& y) { return self_attn_->self(y, rows, /*causal=*/false); }},
+      {norm2_, [&](const at::Tensor& y) {
+         return feed_forward(y, linear1_, linear2_, *context_, training);
        }}};
-  return residual(x_BSD, blocks, *context_, training);
+  return residual(x, blocks, *context_, training);
 }
 
 DecoderLayerImpl::DecoderLayerImpl(const TransformerOptions& o,
@@ -441,17 +457,15 @@ DecoderLayerImpl::DecoderLayerImpl(const TransformerOptions& o,
   norm3_ = register_module("norm3", LayerNorm(o.dim_emb, context_));
 }
 
-at::Tensor DecoderLayerImpl::project_memory(const at::Tensor& memory_BSD) {
-  return multihead_attn_->project_memory(memory_BSD);
+at::Tensor DecoderLayerImpl::project_memory(const at::Tensor& memory) {
+  return multihead_attn_->project_memory(memory);
 }
 
-at::Tensor DecoderLayerImpl::forward(const at::Tensor& x_BTD, const at::Tensor& target_lengths_B,
-                                     const at::Tensor& memory_BSE,
-                                     const at::Tensor& source_lengths_B) {
+at::Tensor DecoderLayerImpl::forward(const at::Tensor& x, const SentenceRows& rows,
+                                     const at::Tensor& memory, const SentenceRows& memory_rows) {
   return blocks(
-      x_BTD,
-      [&](const at::Tensor& x) { return self_attn_->self(x, target_lengths_B, /*causal=*/true); },
-      [&](const at::Tensor& x) { return multihead_attn_->cross(x, memory_BSE, source_lengths_B); });
+      x, [&](const at::Tensor& y) { return self_attn_->self(y, rows, /*causal=*/true); },
+      [&](const at::Tensor& y) { return multihead_attn_->cross(y, rows, memory, memory_rows); });
 }
 
 at::Tensor DecoderLayerImpl::step(const at::Tensor& x_ND, DecoderState& state, size_t layer) {
@@ -542,17 +556,22 @@ void TransformerImpl::initialise(uint64_t seed) {
   for (auto& item : named_parameters()) draw(item.key(), item.value());
 }
 
-at::Tensor TransformerImpl::embed(Side side, const at::Tensor& ids, int64_t first_position) {
+at::Tensor TransformerImpl::embed(Side side, const at::Tensor& ids_BT, int64_t first_position,
+                                  const SentenceRows& rows) {
   const bool source = side == Side::kSource;
-  const int64_t length = ids.size(1);
+  const int64_t length = ids_BT.size(1);
   TORCH_CHECK_VALUE(first_position + length <= options_.max_positions, "a sentence of ",
                     first_position + length, " tokens: expected at most ", options_.max_positions);
-  const at::Tensor rows = context_->tensor_parallel->embed(
+  const at::Tensor ids =
+      rows.packed() ? ids_BT.reshape({-1}).index_select(0, rows.elements_N) : ids_BT;
+  const at::Tensor embedded = context_->tensor_parallel->embed(
       source ? source_embedding_ : target_embedding_, ids,
       source ? options_.dim_vocab_source : options_.dim_vocab_target);
-  const at::Tensor x = rows * std::sqrt(static_cast<double>(options_.dim_emb));
+  const at::Tensor x = embedded * std::sqrt(static_cast<double>(options_.dim_emb));
   if (positions_.device() != x.device()) positions_ = positions_.to(x.device());
-  const at::Tensor summed = x + positions_.narrow(0, first_position, length).to(x.scalar_type());
+  at::Tensor positions = positions_.narrow(0, first_position, length).to(x.scalar_type());
+  if (rows.packed()) positions = positions.index_select(0, at::remainder(rows.elements_N, length));
+  const at::Tensor summed = x + positions;
   return dropout(summed, is_training() ? options_.dropout : 0, context_->stream);
 }
 
@@ -580,12 +599,16 @@ std::vector<torch::nn::Module*> TransformerImpl::layers() {
 }
 
 at::Tensor TransformerImpl::encode(const at::Tensor& source_BS, const at::Tensor& lengths_B) {
-  check_range("source lengths", lengths_B, 1, source_BS.size(1));
+  return encode_rows(source_BS, {.lengths_B = lengths_B, .longest = source_BS.size(1)});
+}
+
+at::Tensor TransformerImpl::encode_rows(const at::Tensor& source_BS, const SentenceRows& rows) {
+  check_range("source lengths", rows.lengths_B, 1, source_BS.size(1));
   check_range("source ids", source_BS, 0, options_.dim_vocab_source - 1);
-  at::Tensor x = embed(Side::kSource, source_BS, 0);
+  at::Tensor x = embed(Side::kSource, source_BS, 0, rows);
   for (EncoderLayer& layer : encoder_) {
-    x = run_layer(*layer, {x}, [layer, lengths_B](const auto& inputs) mutable {
-      return layer->forward(inputs[0], lengths_B);
+    x = run_layer(*layer, {x}, [layer, rows](const auto& inputs) mutable {
+      return layer->forward(inputs[0], rows);
     });
   }
   return encoder_norm_ ? encoder_norm_->forward(x) : x;
@@ -595,24 +618,26 @@ std::pair<at::Tensor, at::Tensor> TransformerImpl::labelled_states(const Batch& 
   check_range("target lengths", batch.target_lengths_B, 1, batch.input_BT.size(1));
   check_range("labels", batch.labels_BT, 0, options_.dim_vocab_target - 1);
   check_range("target ids", batch.input_BT, 0, options_.dim_vocab_target - 1);
+  const Batch whole = batch.with_rows();
+  SentenceRows source{.lengths_B = batch.source_lengths_B, .longest = batch.source_BS.size(1)};
+  SentenceRows target{.lengths_B = batch.target_lengths_B, .longest = batch.input_BT.size(1)};
+  if (at::GradMode::is_enabled()) {
+    source.elements_N = whole.source_rows_N;
+    target.elements_N = whole.label_rows_N;
+  }
   // Once for all layers: so their gradients are summed over shards once.
   const at::Tensor memory =
-      context_->tensor_parallel->copy_to_region(encode(batch.source_BS, batch.source_lengths_B));
-  at::Tensor x = embed(Side::kTarget, batch.input_BT, 0);
+      context_->tensor_parallel->copy_to_region(encode_rows(batch.source_BS, source));
+  at::Tensor x = embed(Side::kTarget, batch.input_BT, 0, target);
   for (DecoderLayer& layer : decoder_) {
-    x = run_layer(*layer, {x, memory},
-                  [layer, source_lengths_B = batch.source_lengths_B,
-                   target_lengths_B = batch.target_lengths_B](const auto& inputs) mutable {
-                    return layer->forward(inputs[0], target_lengths_B,
-                                          layer->project_memory(inputs[1]), source_lengths_B);
-                  });
+    x = run_layer(*layer, {x, memory}, [layer, source, target](const auto& inputs) mutable {
+      return layer->forward(inputs[0], target, layer->project_memory(inputs[1]), source);
+    });
   }
   // Only rows that carry a label reach the projection to the vocabulary.
-  const at::Tensor labels = batch.labels_BT.reshape({-1});
-  const at::Tensor rows =
-      batch.label_rows_N.defined() ? batch.label_rows_N : at::nonzero(labels).squeeze(1);
-  return {decoder_output(x.reshape({-1, x.size(2)}).index_select(0, rows)),
-          labels.index_select(0, rows)};
+  const at::Tensor& rows = whole.label_rows_N;
+  const at::Tensor states = target.packed() ? x : x.reshape({-1, x.size(2)}).index_select(0, rows);
+  return {decoder_output(states), batch.labels_BT.reshape({-1}).index_select(0, rows)};
 }
 
 std::tuple<at::Tensor, at::Tensor> TransformerImpl::forward(const Batch& batch) {
@@ -706,7 +731,7 @@ at::Tensor TransformerImpl::next_states(const at::Tensor& last_N, DecoderState& 
   check_range("decode_step: tokens", last_N, 0, options_.dim_vocab_target - 1);
   const at::Tensor tokens_N =
       infers(*this, state.source_lengths_B) ? last_N : copy_step(last_N, state);
-  at::Tensor x = embed(Side::kTarget, tokens_N.unsqueeze(1), state.position).squeeze(1);
+  at::Tensor x = embed(Side::kTarget, tokens_N.unsqueeze(1), state.position, {}).squeeze(1);
   ++state.position;
   for (size_t n = 0; n < state.paths.size(); ++n)
     state.paths[n].rows.push_back(static_cast<int64_t>(n));

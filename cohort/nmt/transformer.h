@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The encoder-decoder Transformer as a pure function of tensors; it knows nothing of ranks.
+// With gradients it computes on packed rows [N, D], without padding, of which attention alone knows the sentences (SentenceRows);
+// without gradients on [B, S, D] and [B, T, D].
 // Legend: B sentences, S source tokens, T target tokens, D width, H heads, V vocabulary, N rows.
 // Source: Vaswani et al. 2017, arXiv:1706.03762; pre-norm: Xiong et al. 2020, arXiv:2002.04745.
 #pragma once
@@ -34,12 +36,17 @@ struct Batch {
   at::Tensor labels_BT;         ///< int64, input moved by one, ends with the end id, then padding.
   at::Tensor target_lengths_B;  ///< int64 in [1, T]; counts labels.
   int64_t num_target_tokens = 0;  ///< Labels that are no padding.
-  /// int64 [num_target_tokens], which of labels_BT's elements those are. If it is undefined, they
-  /// are looked for when they are needed, for which the host waits for the labels' device.
+  /// int64 [num_target_tokens], which of labels_BT's elements those are: each row's first, as many as
+  /// its length says. If it is undefined, they are looked for when they are needed, for which the
+  /// host waits for the labels' device.
   at::Tensor label_rows_N{};
+  /// The same of source_BS: int64, as many as source_lengths_B add up to.
+  at::Tensor source_rows_N{};
 
-  /// Returns the batch on another device, with label_rows_N. From pinned memory the copies do not
-  /// wait for the device.
+  /// Returns the batch with label_rows_N and source_rows_N.
+  Batch with_rows() const;
+  /// Returns the batch on another device, with label_rows_N and source_rows_N. From pinned memory the
+  /// copies do not wait for the device.
   Batch to(c10::Device device) const;
 };
 
@@ -158,12 +165,12 @@ struct DecoderState {
 class AttentionImpl : public torch::nn::Module {
  public:
   AttentionImpl(int64_t width, int64_t heads, std::shared_ptr<LayerContext> context);
-  /// Queries, keys and values from x itself.
-  at::Tensor self(const at::Tensor& x_BTD, const at::Tensor& lengths_B, bool causal);
-  /// Keys beside values of `memory`, [B, S, 2 D], for `cross`.
-  at::Tensor project_memory(const at::Tensor& memory_BSD);
-  at::Tensor cross(const at::Tensor& x_BTD, const at::Tensor& memory_BSE,
-                   const at::Tensor& lengths_B);
+  /// Queries, keys and values from x itself. Here and below x and memory are packed or padded, as their rows say.
+  at::Tensor self(const at::Tensor& x, const SentenceRows& rows, bool causal);
+  /// Keys beside values of `memory`, [B, S, 2 D] or [N, 2 D], for `cross`.
+  at::Tensor project_memory(const at::Tensor& memory);
+  at::Tensor cross(const at::Tensor& x, const SentenceRows& rows, const at::Tensor& memory,
+                   const SentenceRows& memory_rows);
 
   /// `self` for the next token of each of the state's N translations, in inference, in decoder layer
   /// `layer`: keys beside values of the tokens become part of its past.
@@ -178,8 +185,9 @@ class AttentionImpl : public torch::nn::Module {
   // Some of in_proj's outputs. An int8 model attends in bfloat16.
   at::Tensor project(const at::Tensor& x, int64_t first, int64_t count);
   AttentionOptions attention_options(int64_t queries, int64_t keys, bool causal) const;
-  // For keys beside values, of which each query sees `lengths_B`.
-  at::Tensor attend(const at::Tensor& q_BTD, const at::Tensor& kv_BSE, const at::Tensor& lengths_B);
+  // For keys beside values.
+  at::Tensor attend(const at::Tensor& q, const SentenceRows& queries, const at::Tensor& kv,
+                    const SentenceRows& keys);
   // The same in inference, for queries [..., D].
   at::Tensor attend(const at::Tensor& queries, const SeenRows& seen);
   int64_t heads_;  // of this shard
@@ -210,7 +218,7 @@ TORCH_MODULE(LayerNorm);
 class EncoderLayerImpl : public torch::nn::Module {
  public:
   EncoderLayerImpl(const TransformerOptions& options, std::shared_ptr<LayerContext> context);
-  at::Tensor forward(const at::Tensor& x_BSD, const at::Tensor& lengths_B);
+  at::Tensor forward(const at::Tensor& x, const SentenceRows& rows);
 
  private:
   std::shared_ptr<LayerContext> context_;
@@ -223,11 +231,11 @@ TORCH_MODULE(EncoderLayer);
 class DecoderLayerImpl : public torch::nn::Module {
  public:
   DecoderLayerImpl(const TransformerOptions& options, std::shared_ptr<LayerContext> context);
-  at::Tensor forward(const at::Tensor& x_BTD, const at::Tensor& target_lengths_B,
-                     const at::Tensor& memory_BSE, const at::Tensor& source_lengths_B);
+  at::Tensor forward(const at::Tensor& x, const SentenceRows& rows, const at::Tensor& memory,
+                     const SentenceRows& memory_rows);
   /// The next token of each of the state's N translations; this is decoder layer `layer`.
   at::Tensor step(const at::Tensor& x_ND, DecoderState& state, size_t layer);
-  at::Tensor project_memory(const at::Tensor& memory_BSD);
+  at::Tensor project_memory(const at::Tensor& memory);
 
  private:
   using Attending = std::function<at::Tensor(const at::Tensor&)>;
@@ -331,7 +339,10 @@ class TransformerImpl : public torch::nn::Module {
   // The decoder's last states at the batch's labels, and those labels, padding left out.
   std::pair<at::Tensor, at::Tensor> labelled_states(const Batch& batch);
   enum class Side { kSource, kTarget };
-  at::Tensor embed(Side side, const at::Tensor& ids, int64_t first_position);
+  // Of packed rows, [N, D], if `rows` has them.
+  at::Tensor embed(Side side, const at::Tensor& ids_BT, int64_t first_position,
+                   const SentenceRows& rows);
+  at::Tensor encode_rows(const at::Tensor& source_BS, const SentenceRows& rows);
   at::Tensor run_layer(const torch::nn::Module& layer, const std::vector<at::Tensor>& inputs,
                        const LayerBody& body);
   // What the token after `last_N` of each translation is scored by; advances `state`.

@@ -176,7 +176,7 @@ TEST(UpdaterDeviceTest, AnUpdateWaitsForTheDeviceOnce) {
       }
       EXPECT_EQ(counts.synchronisations, 1) << "for the norm";
       EXPECT_EQ(counts.device_to_host, 2) << "norms and loss";
-      EXPECT_EQ(counts.host_to_device, 2 * 6) << "two batches";
+      EXPECT_EQ(counts.host_to_device, 2 * 7) << "two batches";
       EXPECT_EQ(least_new_blocks, 0);
     }
   });
@@ -195,9 +195,9 @@ TEST(UpdaterDeviceTest, ABatchIsCopiedWhileTheOneBeforeIsComputed) {
       copies.clear();
       test::reset_device_counts();
       EXPECT_FALSE(updater.update(batches).skipped);
-      EXPECT_EQ(copies, (std::vector<int64_t>{2 * 6, 3 * 6, 3 * 6}));
+      EXPECT_EQ(copies, (std::vector<int64_t>{2 * 7, 3 * 7, 3 * 7}));
       const test::DeviceCounts counts = test::device_counts();
-      EXPECT_EQ(counts.side_copies, 3 * 6);
+      EXPECT_EQ(counts.side_copies, 3 * 7);
       EXPECT_GE(counts.stream_waits, 3);
       EXPECT_EQ(counts.early_frees, 0);
     }

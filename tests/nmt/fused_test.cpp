@@ -643,6 +643,159 @@ TEST(FusedTest, AttentionOfNoSentencesAndOfNoQueriesIsEmpty) {
   }
 }
 
+SentenceRows packed_sentences(const std::vector<int64_t>& lengths) {
+  SentenceRows rows{.lengths_B = at::tensor(lengths, at::kLong), .longest = 1};
+  for (const int64_t length : lengths) rows.longest = std::max(rows.longest, length);
+  std::vector<int64_t> elements;
+  for (size_t b = 0; b < lengths.size(); ++b)
+    for (int64_t t = 0; t < lengths[b]; ++t)
+      elements.push_back(static_cast<int64_t>(b) * rows.longest + t);
+  rows.elements_N = at::tensor(elements, at::kLong);
+  return rows;
+}
+
+// Rows [B, T, E] without their padding.
+at::Tensor packed_rows(const at::Tensor& padded, const SentenceRows& rows) {
+  return padded.flatten(0, 1).index_select(0, rows.elements_N);
+}
+
+// Attention of targets to sources, or, without these, to themselves.
+struct PackedCase {
+  std::vector<int64_t> targets, sources;
+  bool causal;
+  double p;
+  int64_t heads = 2, width = 64;
+};
+
+// A packed row has the bits of the same padded one, whatever stood in the padding.
+void check_packed_attention(const PackedCase& c, at::ScalarType type) {
+  SCOPED_TRACE(c10::str(c10::toString(type), " first target ", c.targets[0], " to itself ",
+                        c.sources.empty(), " causal ", c.causal, " p ", c.p, " width ", c.width));
+  const bool self = c.sources.empty();
+  const SentenceRows targets = packed_sentences(c.targets), sources = packed_sentences(c.sources);
+  const auto batch = static_cast<int64_t>(c.targets.size());
+  const int64_t width = c.heads * c.width;
+  const at::Tensor x = at::randn({batch, targets.longest, (self ? 3 : 1) * width}).to(type);
+  const at::Tensor kv = at::randn({batch, sources.longest, 2 * width}).to(type);
+  // Padding gets no gradient.
+  at::Tensor grad = at::zeros({batch * targets.longest, width}).to(type);
+  grad.index_copy_(0, targets.elements_N, at::randn({targets.elements_N.size(0), width}).to(type));
+  grad = grad.view({batch, targets.longest, width});
+  const auto run = [&](bool packed) {
+    const auto operand = [&](const at::Tensor& padded, const SentenceRows& rows) {
+      return (packed ? packed_rows(padded, rows) : padded.clone()).requires_grad_(true);
+    };
+    const auto as_given = [&](SentenceRows rows) {
+      if (!packed) rows.elements_N = at::Tensor();
+      return rows;
+    };
+    const AttentionOptions options{
+        .heads = c.heads, .causal = c.causal, .dropout = c.p, .part = {}};
+    DropoutStream stream{.seed = 5};
+    const at::Tensor of_x = operand(x, targets);
+    const at::Tensor of_kv = self ? at::Tensor() : operand(kv, sources);
+    const at::Tensor y =
+        self ? self_attention(of_x, as_given(targets), options, stream)
+             : attention(of_x, as_given(targets), of_kv, as_given(sources), options, stream);
+    y.backward(packed ? packed_rows(grad, targets) : grad);
+    return std::vector{y.detach(), of_x.grad(), self ? at::Tensor() : of_kv.grad()};
+  };
+  const auto padded = run(false), packed = run(true);
+  for (size_t i = 0; i < (self ? 2 : 3); ++i) {
+    SCOPED_TRACE(i);
+    EXPECT_TRUE(at::equal(packed[i], packed_rows(padded[i], i < 2 ? targets : sources)));
+  }
+}
+
+// With lengths beyond a block and a chunk of the loops.
+TEST(FusedTest, AttentionOfPackedRowsIsThatOfPaddedOnesInEveryTable) {
+  in_every_table([](at::ScalarType type) {
+    const auto check = [&](const PackedCase& c) {
+      check_packed_attention(c, type);
+      if (type == at::kFloat) check_packed_attention(c, at::kDouble);
+    };
+    for (const double p : {0.0, 0.3}) {
+      for (const auto& lengths :
+           std::vector<std::vector<int64_t>>{{7, 1, 16}, {4, 4, 4}, {1, 1}, {13}, {3, 130}}) {
+        check({lengths, {}, /*causal=*/true, p});
+        check({lengths, {}, /*causal=*/false, p});
+      }
+      check({{7, 1, 16}, {2, 40, 9}, /*causal=*/false, p});
+      check({{1, 3}, {1, 1}, /*causal=*/false, p, 3, 5});
+    }
+  });
+}
+
+// The first row of a sentence, and the last, are nobody else's.
+TEST(FusedTest, PackedSentencesReachNoOther) {
+  in_every_table([](at::ScalarType type) {
+    const SentenceRows rows = packed_sentences({3, 20, 5});
+    const at::Tensor x = at::randn({28, 3 * 128}).to(type), grad = at::randn({28, 128}).to(type);
+    const auto run = [&](double value) {
+      const auto of_second = [&](const at::Tensor& given) {
+        at::Tensor changed = given.clone();
+        changed.narrow(0, 3, 20).fill_(value);
+        return changed;
+      };
+      const at::Tensor leaf = of_second(x).requires_grad_(true);
+      DropoutStream stream;
+      const at::Tensor y = self_attention(leaf, rows, {.heads = 2, .dropout = 0.3}, stream);
+      y.backward(of_second(grad));
+      return std::vector{y.detach(), leaf.grad()};
+    };
+    const auto poisoned = run(NAN), clean = run(1);
+    for (size_t i = 0; i < clean.size(); ++i) {
+      EXPECT_TRUE(at::equal(poisoned[i].narrow(0, 0, 3), clean[i].narrow(0, 0, 3)));
+      EXPECT_TRUE(at::equal(poisoned[i].narrow(0, 23, 5), clean[i].narrow(0, 23, 5)));
+      EXPECT_TRUE(at::isnan(poisoned[i].narrow(0, 3, 20)).any(1).all().item<bool>());
+    }
+  });
+}
+
+TEST(FusedTest, PackedRowsOfNoSentencesAreNone) {
+  const auto check = [] {
+    const at::Tensor x = at::empty({0, 12}).requires_grad_(true);
+    DropoutStream stream;
+    const at::Tensor y =
+        self_attention(x, packed_sentences({}), {.heads = 2, .dropout = 0.5}, stream);
+    EXPECT_EQ(y.sizes(), at::IntArrayRef({0, 4}));
+    y.sum().backward();
+    EXPECT_EQ(x.grad().sizes(), x.sizes());
+  };
+  check();
+  const test::AtenKernels aten;
+  check();
+}
+
+TEST(FusedTest, AttentionsPackedRowsAreChecked) {
+  const at::Tensor q = at::ones({5, 8}), kv = at::ones({7, 16}), qkv = at::ones({5, 24});
+  const SentenceRows targets = packed_sentences({4, 1}), sources = packed_sentences({2, 5});
+  DropoutStream stream;
+  const auto message = [&](const SentenceRows& queries, const SentenceRows& keys) {
+    return test::message_of<c10::ValueError>(
+        [&] { attention(q, queries, kv, keys, {.heads = 2}, stream); });
+  };
+  const auto with = [](SentenceRows rows, const at::Tensor& elements) {
+    rows.elements_N = elements;
+    return rows;
+  };
+  EXPECT_EQ(message(targets, with(sources, {})),
+            "attention: expected queries [N, D] with a multiple of 2 columns, and keys with values "
+            "[M, 2 D] of the same type, got CPUFloatType [5, 8] and CPUFloatType [7, 16]");
+  EXPECT_EQ(message(packed_sentences({4, 2}), sources),
+            "attention: expected 5 int64 elements, got CPULongType [6]");
+  EXPECT_EQ(message(targets, with(packed_sentences({2, 4}), at::arange(7))),
+            "attention: expected 7 rows of sentences, got lengths of 6");
+  EXPECT_EQ(message(targets, packed_sentences({2, 4, 1})),
+            "attention: expected int64 lengths of 2 sentences, got CPULongType [3]");
+  EXPECT_EQ(message(targets, with(sources, at::arange(7).to(at::kMeta))),
+            "attention: elements: expected a tensor on cpu, got one on meta");
+  EXPECT_EQ(test::message_of<c10::ValueError>(
+                [&] { self_attention(qkv, with(targets, {}), {.heads = 2}, stream); }),
+            "self_attention: expected queries, keys and values [B, T, 3 D] with D a multiple of 2, "
+            "got [5, 24]");
+}
+
 TEST(FusedTest, AttentionsOperandsAreChecked) {
   const at::Tensor q = at::ones({2, 3, 8}), kv = at::ones({2, 4, 16});
   const at::Tensor lengths = at::tensor({4, 1}, at::kLong);

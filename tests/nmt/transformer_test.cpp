@@ -68,6 +68,73 @@ TEST(TransformerTest, PaddingChangesNothing) {
   }
 }
 
+// Its loss, then the gradients of all parameters.
+std::vector<at::Tensor> loss_and_gradients(Transformer& model, const Batch& batch) {
+  model->zero_grad();
+  const at::Tensor loss = std::get<0>(model->forward(batch));
+  loss.backward();
+  std::vector<at::Tensor> result{loss.detach()};
+  for (const at::Tensor& parameter : model->parameters())
+    result.push_back(parameter.grad().clone());
+  return result;
+}
+
+std::vector<std::vector<test::Sentence>> packed_batches() {
+  const test::Sentence empty{};  // of an end mark alone
+  auto equal = test::make_sentences(3, 4);
+  for (auto& sentence : equal) {
+    sentence.source.resize(5, 7);
+    sentence.target.resize(4, 8);
+  }
+  return {test::make_sentences(6, 2), test::make_sentences(1, 3), equal,
+          {empty, empty, empty},      {empty, equal[0]},          test::make_sentences(40, 5)};
+}
+
+TEST(TransformerTest, AStepOfABatchIsTheSumOfStepsOfItsSentencesAlone) {
+  for (const auto& options : variants()) {
+    Transformer model(options);
+    model->to(at::kDouble);
+    for (const auto& sentences : packed_batches()) {
+      SCOPED_TRACE(c10::str(name_of(options), ", sentences ", sentences.size()));
+      const auto together = loss_and_gradients(model, test::make_test_batch(sentences));
+      std::vector<at::Tensor> apart;
+      for (const at::Tensor& tensor : together) apart.push_back(at::zeros_like(tensor));
+      for (const auto& sentence : sentences) {
+        const auto alone = loss_and_gradients(model, test::make_test_batch({sentence}));
+        for (size_t i = 0; i < alone.size(); ++i) apart[i] += alone[i];
+      }
+      for (size_t i = 0; i < together.size(); ++i)
+        EXPECT_TRUE(together[i].allclose(apart[i], 1e-11, 1e-12)) << i;
+    }
+  }
+}
+
+TEST(TransformerTest, TrainingsRowsHaveNoPadding) {
+  Transformer model(test::tiny_options());
+  model->to(at::kDouble);
+  std::vector<int64_t> rows;  // of each layer's input
+  model->set_layer_runner([&](const torch::nn::Module&, const std::vector<at::Tensor>& inputs,
+                              const TransformerImpl::LayerBody& body) {
+    for (const at::Tensor& input : inputs) {
+      EXPECT_EQ(input.dim(), at::GradMode::is_enabled() ? 2 : 3);
+      rows.push_back(input.size(0));
+    }
+    return body(inputs);
+  });
+  for (const auto& sentences : packed_batches()) {
+    const Batch batch = test::make_test_batch(sentences).with_rows();
+    const int64_t source = batch.source_lengths_B.sum().item<int64_t>();
+    const int64_t target = batch.num_target_tokens;
+    EXPECT_EQ(batch.source_rows_N.size(0), source);
+    EXPECT_TRUE(at::equal(at::nonzero(batch.source_BS.flatten()).squeeze(1), batch.source_rows_N));
+    rows.clear();
+    const double packed = std::get<0>(model->forward(batch)).item<double>();
+    EXPECT_EQ(rows, (std::vector<int64_t>{source, source, target, source, target, source}));
+    const at::NoGradGuard no_grad;
+    EXPECT_NEAR(std::get<0>(model->forward(batch)).item<double>(), packed, 1e-11);
+  }
+}
+
 struct Step {
   at::Tensor loss, nll;
   std::vector<at::Tensor> gradients;

@@ -36,11 +36,18 @@ struct ActivationKernels {
                          const Dropping& dropping) = nullptr;
 };
 
+/// Sentences of packed rows (SentenceRows), beside the lengths of a SoftmaxMask. Weights are numbered as [B, H, queries, keys].
+struct PackedSentences {
+  at::Tensor query_lengths_B;     ///< Undefined: rows are padded.
+  int64_t queries = 0, keys = 0;  ///< Of the longest.
+};
+
 /// What attention by heads takes, or the gradients of that: rows of D elements, one head after the other, with gaps between
 /// rows or without. Those of keys and of values are equally far apart.
 struct AttentionOperands {
   at::Tensor q_BQD, k_BKD, v_BKD;
   int64_t heads = 1;
+  PackedSentences packed{};  ///< If it has lengths, the tensors are packed rows [N, D].
 };
 
 /// Attention with the softmax inside, which is not kept. Null: by products and `softmax`.
@@ -48,11 +55,12 @@ struct AttentionKernels {
   /// Whether there is one for what a projection wrote: x is queries alone if `kv` is defined. Null: for
   /// all.
   bool (*takes)(const at::Tensor& x, const at::Tensor& kv, int64_t head_width) = nullptr;
-  /// Returns [B, Q, D], and what backward needs to compute the softmax again.
+  bool takes_packed = false;  ///< Whether operands may be packed rows.
+  /// Returns [B, Q, D], or packed rows as q's, and what backward needs to compute the softmax again.
   std::pair<at::Tensor, at::Tensor> (*forward)(const AttentionOperands& operands,
                                                const SoftmaxMask& mask,
                                                const Dropping& dropping) = nullptr;
-  /// From what forward returned. Writes all of `grads`, whose rows are as far apart as those of `operands`.
+  /// From what forward returned. Writes all of `grads`, whose rows lie as those of `operands`.
   void (*backward)(const AttentionOperands& operands, const at::Tensor& out_BQD,
                    const at::Tensor& stats, const at::Tensor& grad_BQD, const SoftmaxMask& mask,
                    const Dropping& dropping, const AttentionOperands& grads) = nullptr;

@@ -480,7 +480,7 @@ void attention_backward(const AttentionHead<T>& head, DropoutRule rule, const Ac
     });
     add_key_grads(head, begin, end, s);
   }
-  for (int64_t key = head.num_keys; key < head.all_keys; ++key) {
+  for (int64_t key = head.num_keys; key < head.key_rows; ++key) {
     for (int64_t i = 0; i < head.width; ++i)
       out.keys[key * head.key_stride + i] = out.values[key * head.key_stride + i] =
           Math<T>::store(0);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <torch/types.h>
+#include <vector>
 
 #include "cohort/nmt/kernels/cpu/for_type.h"
 
@@ -306,18 +307,61 @@ NormKernels::Grads norm_backward_by_loops(const at::Tensor& sum, const at::Tenso
   return grads;
 }
 
+// The rows of a sentence: number `number` in [B, T, D], those from `first` on in packed rows [N, D].
+struct SentenceAt {
+  int64_t number, first, rows;
+};
+
+// The sentences of one side. lengths: of packed rows; null: all have `longest` rows.
+std::vector<SentenceAt> sentences_at(int64_t batch, const int64_t* lengths, int64_t longest) {
+  std::vector<SentenceAt> sentences;
+  int64_t first = 0;
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t rows = lengths == nullptr ? longest : lengths[b];
+    sentences.push_back({b, first, rows});
+    first += rows;
+  }
+  return sentences;
+}
+
+// Both sides of an attention.
+struct AttentionSides {
+  std::vector<SentenceAt> of_queries, of_keys;
+  int64_t queries, keys, width;  // of the longest; of a head
+
+  AttentionSides(const AttentionOperands& operands, const SoftmaxMask& mask) {
+    const auto& [q, k, v, heads, packed] = operands;
+    const bool is_packed = packed.query_lengths_B.defined();
+    const at::Tensor& lengths_B = mask.key_lengths_B;
+    queries = is_packed ? packed.queries : q.size(1);
+    keys = is_packed ? packed.keys : k.size(1);
+    width = q.size(-1) / heads;
+    const auto lengths = [&](const at::Tensor& of_side) {
+      return is_packed ? of_side.const_data_ptr<int64_t>() : nullptr;
+    };
+    of_queries = sentences_at(lengths_B.size(0), lengths(packed.query_lengths_B), queries);
+    of_keys = sentences_at(lengths_B.size(0), lengths(lengths_B), keys);
+  }
+
+  // Of a side's tensor.
+  template <class T>
+  T* head_of(const at::Tensor& x, const SentenceAt& sentence, int64_t h) const {
+    return data<T>(x) + (x.dim() == 3 ? sentence.number : sentence.first) * x.stride(0) + h * width;
+  }
+};
+
 // Calls body(table, the head's operands, what it drops, its scratch, b, h) for each head of each sentence.
 template <class Body>
-void for_heads(const AttentionOperands& operands, const SoftmaxMask& mask, const Dropping& dropping,
-               const Body& body) {
+void for_heads(const AttentionOperands& operands, const AttentionSides& sides,
+               const SoftmaxMask& mask, const Dropping& dropping, const Body& body) {
   const at::Tensor &q = operands.q_BQD, &k = operands.k_BKD, &v = operands.v_BKD;
-  const int64_t heads = operands.heads;
-  const int64_t queries = q.size(1), keys = k.size(1), width = q.size(2) / heads;
+  const int64_t heads = operands.heads, batch = mask.key_lengths_B.size(0);
+  const int64_t queries = sides.queries, keys = sides.keys, width = sides.width;
   const auto* lengths = mask.key_lengths_B.const_data_ptr<int64_t>();
   for_type("attention", q, [&]<class T>(const LoopsOf<T>& table, T*) {
     using Sum = typename LoopsOf<T>::Sum;
     constexpr int64_t kProductsOfATask = int64_t{1} << 20;
-    at::parallel_for(0, q.size(0) * heads, 1 + kProductsOfATask / (1 + queries * keys * width),
+    at::parallel_for(0, batch * heads, 1 + kProductsOfATask / (1 + queries * keys * width),
                      [&](int64_t begin, int64_t end) {
                        at::Tensor scratch = at::empty(
                            {table.attention.scratch(keys, width)},
@@ -326,19 +370,22 @@ void for_heads(const AttentionOperands& operands, const SoftmaxMask& mask, const
                          const int64_t b = i / heads, h = i % heads;
                          const DropoutRule rule =
                              rule_from(dropping, (b * heads + h) * queries * keys);
+                         const SentenceAt& of_queries = sides.of_queries[static_cast<size_t>(b)];
+                         const SentenceAt& of_keys = sides.of_keys[static_cast<size_t>(b)];
                          body(table.attention,
-                              AttentionHead<T>{.queries = data<T>(q) + b * q.stride(0) + h * width,
-                                               .keys = data<T>(k) + b * k.stride(0) + h * width,
-                                               .values = data<T>(v) + b * v.stride(0) + h * width,
-                                               .query_stride = q.stride(1),
-                                               .key_stride = k.stride(1),
-                                               .num_queries = queries,
+                              AttentionHead<T>{.queries = sides.head_of<T>(q, of_queries, h),
+                                               .keys = sides.head_of<T>(k, of_keys, h),
+                                               .values = sides.head_of<T>(v, of_keys, h),
+                                               .query_stride = q.stride(-2),
+                                               .key_stride = k.stride(-2),
+                                               .num_queries = of_queries.rows,
                                                .num_keys = lengths[b],
+                                               .key_rows = of_keys.rows,
                                                .all_keys = keys,
                                                .width = width,
                                                .causal = mask.causal,
                                                .scale = mask.scale},
-                              rule, data<Sum>(scratch), b, h);
+                              rule, data<Sum>(scratch), static_cast<size_t>(b), h);
                        }
                      });
   });
@@ -348,17 +395,17 @@ std::pair<at::Tensor, at::Tensor> attention_by_loops(const AttentionOperands& op
                                                      const SoftmaxMask& mask,
                                                      const Dropping& dropping) {
   const at::Tensor& q = operands.q_BQD;
-  const int64_t queries = q.size(1), width = q.size(2) / operands.heads;
+  const AttentionSides sides(operands, mask);
   at::Tensor out = at::empty(q.sizes(), q.options());
-  at::Tensor stats =
-      at::empty({q.size(0), operands.heads, queries, 2},
-                q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
-  for_heads(operands, mask, dropping,
+  at::Tensor stats = at::empty({mask.key_lengths_B.size(0), operands.heads, sides.queries, 2},
+                               q.options().dtype(sum_type(q.scalar_type())));
+  for_heads(operands, sides, mask, dropping,
             [&]<class T, class Sum>(const AttentionLoops<T>& loops, const AttentionHead<T>& head,
-                                    const DropoutRule& rule, Sum* scratch, int64_t b, int64_t h) {
-              loops.forward(head, rule, scratch, data<T>(out) + b * out.stride(0) + h * width,
-                            out.stride(1),
-                            data<Sum>(stats) + (b * operands.heads + h) * queries * 2);
+                                    const DropoutRule& rule, Sum* scratch, size_t b, int64_t h) {
+              const SentenceAt& sentence = sides.of_queries[b];
+              loops.forward(
+                  head, rule, scratch, sides.head_of<T>(out, sentence, h), out.stride(-2),
+                  data<Sum>(stats) + (sentence.number * operands.heads + h) * sides.queries * 2);
             });
   return {out, stats};
 }
@@ -367,18 +414,18 @@ void attention_backward_by_loops(const AttentionOperands& operands, const at::Te
                                  const at::Tensor& stats, const at::Tensor& grad,
                                  const SoftmaxMask& mask, const Dropping& dropping,
                                  const AttentionOperands& grads) {
-  const int64_t queries = grad.size(1), width = grad.size(2) / operands.heads;
-  for_heads(operands, mask, dropping,
+  const AttentionSides sides(operands, mask);
+  for_heads(operands, sides, mask, dropping,
             [&]<class T, class Sum>(const AttentionLoops<T>& loops, const AttentionHead<T>& head,
-                                    const DropoutRule& rule, Sum* scratch, int64_t b, int64_t h) {
-              const auto of_head = [&](const at::Tensor& x) {
-                return data<T>(x) + b * x.stride(0) + h * width;
-              };
-              loops.backward(head, rule, data<Sum>(stats) + (b * operands.heads + h) * queries * 2,
-                             of_head(grad), grad.stride(1), scratch,
-                             AttentionHeadGrads<T>{.queries = of_head(grads.q_BQD),
-                                                   .keys = of_head(grads.k_BKD),
-                                                   .values = of_head(grads.v_BKD)});
+                                    const DropoutRule& rule, Sum* scratch, size_t b, int64_t h) {
+              const SentenceAt &of_queries = sides.of_queries[b], &of_keys = sides.of_keys[b];
+              loops.backward(
+                  head, rule,
+                  data<Sum>(stats) + (of_queries.number * operands.heads + h) * sides.queries * 2,
+                  sides.head_of<T>(grad, of_queries, h), grad.stride(-2), scratch,
+                  AttentionHeadGrads<T>{.queries = sides.head_of<T>(grads.q_BQD, of_queries, h),
+                                        .keys = sides.head_of<T>(grads.k_BKD, of_keys, h),
+                                        .values = sides.head_of<T>(grads.v_BKD, of_keys, h)});
             });
 }
 
@@ -439,7 +486,9 @@ const Kernels kCpuKernels = {
     .swish = activation_by_loops<SwishLoops>(),
     .softmax = softmax_by_loops,
     .softmax_backward = softmax_backward_by_loops,
-    .attention = {.forward = attention_by_loops, .backward = attention_backward_by_loops},
+    .attention = {.takes_packed = true,
+                  .forward = attention_by_loops,
+                  .backward = attention_backward_by_loops},
     .weight_gradient =
         [](const at::Tensor& grad, const at::Tensor& x, at::ScalarType type) {
           return kAtenKernels.weight_gradient(grad, x, type);

@@ -56,7 +56,8 @@ struct AttentionHead {
   int64_t query_stride = 0, key_stride = 0;
   int64_t num_queries = 0;
   int64_t num_keys = 0;  ///< That a query may see, > 0; if `causal`, none after itself.
-  int64_t all_keys = 0;  ///< Rows. Element (query, key) has the number query * all_keys + key.
+  int64_t key_rows = 0;  ///< Of keys; those behind `num_keys` get gradients of 0.
+  int64_t all_keys = 0;  ///< Element (query, key) has the number query * all_keys + key.
   int64_t width = 0;
   bool causal = false;
   float scale = 1;  ///< Multiplies the scores.
