@@ -110,18 +110,14 @@ std::string endpoint_of(const std::string& folder) {
   return "unix:" + folder + ".socket";
 }
 
-// With a log a server writes to disk what it is pushed: for long no faster than the disk.
-enum class Logged { kNo, kYes };
-
-// Snapshots by a server's default, unless `snapshot_log_bytes` is given.
-Child start_server(const std::string& folder, Logged logged,
+// With a log a server writes to disk what it is pushed: for long no faster than the disk. Snapshots
+// by a server's default, unless `snapshot_log_bytes` is given.
+Child start_server(const std::string& folder, ps::Durability durability,
                    std::optional<int64_t> snapshot_log_bytes = std::nullopt) {
   std::filesystem::create_directories(folder);
   Child child = start([&](const auto& ready) {
     const Log log({.console = LogConsole::kNever});
-    ps::ServerOptions options{
-        .folder = folder,
-        .durability = logged == Logged::kYes ? ps::Durability::kLogged : ps::Durability::kApplied};
+    ps::ServerOptions options{.folder = folder, .durability = durability};
     if (snapshot_log_bytes) options.snapshot_log_bytes = *snapshot_log_bytes;
     ps::Server server(options, log);
     const ps::RpcServer rpc(server, {.endpoint = endpoint_of(folder)});
@@ -175,10 +171,11 @@ void fill(ps::Client& client, int64_t rows) {
   client.flush();
 }
 
-// Rows that a trainer gets through in `seconds`, and what a row costs the server.
+// Rows that a trainer gets through in `seconds`, and what a row costs the server and the trainer.
 struct Rate {
   double rows_per_s = 0;
   double server_cpu_ns_per_row = 0;
+  double trainer_cpu_ns_per_row = 0;
 };
 
 // What a row of a table in memory costs at least: two cache lines at random, fetched ahead, one
@@ -222,7 +219,7 @@ using Call = std::function<void(std::span<const uint64_t>, int thread)>;
 Rate measure(const Batches& batches, double seconds, pid_t server, int threads, const Call& call,
              const std::function<void()>& end) {
   std::vector<int64_t> rows(static_cast<size_t>(threads));
-  const double cpu = cpu_of(server);
+  const double cpu = cpu_of(server), own_cpu = cpu_of(::getpid());
   const auto begin = Clock::now();
   {
     std::vector<std::jthread> workers;
@@ -241,14 +238,15 @@ Rate measure(const Batches& batches, double seconds, pid_t server, int threads, 
   const double elapsed = seconds_since(begin);
   double total = 0;
   for (const int64_t count : rows) total += static_cast<double>(count);
-  return {total / elapsed, (cpu_of(server) - cpu) / total * 1e9};
+  return {total / elapsed, (cpu_of(server) - cpu) / total * 1e9,
+          (cpu_of(::getpid()) - own_cpu) / total * 1e9};
 }
 
 // One thing that is measured, round after round.
 struct Side {
   std::string name;
   std::function<Rate()> run;
-  std::vector<double> rates, costs;
+  std::vector<double> rates, costs, trainer_costs;
 };
 
 json summary(const Side& side) {
@@ -258,6 +256,7 @@ json summary(const Side& side) {
           {"least", *least},
           {"most", *most},
           {"server_cpu_ns_per_row", cost},
+          {"trainer_cpu_ns_per_row", bench::median_of(side.trainer_costs)},
           {"rows_per_s_and_server_core", 1e9 / cost}};
 }
 
@@ -294,14 +293,14 @@ json measure_rows(const Flags& flags, const std::string& folder) {
     std::set<std::string> snapshots{};
   };
   std::vector<Table> tables;
-  const auto add_table = [&](const std::string& name, int64_t rows, Logged logged) {
+  const auto add_table = [&](const std::string& name, int64_t rows, ps::Durability durability) {
     const bool is_asked = flags.only.empty() || flags.only.starts_with(name + "_");
     if (rows > 0 && is_asked)
-      tables.push_back({name, rows, start_server(folder + "/" + name, logged)});
+      tables.push_back({name, rows, start_server(folder + "/" + name, durability)});
   };
-  add_table("small", flags.rows, Logged::kNo);
-  add_table("logged", flags.rows, Logged::kYes);
-  add_table("large", flags.large_rows, Logged::kYes);
+  add_table("small", flags.rows, ps::Durability::kApplied);
+  add_table("logged", flags.rows, ps::Durability::kLogged);
+  add_table("large", flags.large_rows, ps::Durability::kLogged);
   const Child plain_server = start([](const auto& ready) {
     const bench::PlainServer server;
     ready(server.port());
@@ -360,6 +359,7 @@ json measure_rows(const Flags& flags, const std::string& folder) {
       const Rate rate = side.run();
       side.rates.push_back(rate.rows_per_s);
       side.costs.push_back(rate.server_cpu_ns_per_row);
+      side.trainer_costs.push_back(rate.trainer_cpu_ns_per_row);
     }
   }
   json result;
@@ -421,13 +421,56 @@ Memory memory_of(pid_t process) {
   return memory;
 }
 
+// Of calls made one after another, whose times these are. Sorts them.
+json times_of(std::vector<double>& calls_s) {
+  std::sort(calls_s.begin(), calls_s.end());
+  const auto at = [&](double share) {
+    return calls_s[static_cast<size_t>(share * static_cast<double>(calls_s.size() - 1))] * 1e3;
+  };
+  return {{"ms_median", at(0.5)}, {"ms_p99", at(0.99)}, {"ms_most", at(1)}};
+}
+
+// Pulls of one trainer, one after another, beside pushes of another, each of which waits until it is
+// on the disk.
+json measure_synced(const Flags& flags, const std::string& folder) {
+  const Child server = start_server(folder, ps::Durability::kSynced);
+  const auto puller = connect(server, 0, 2), pusher = connect(server, 1, 2);
+  fill(*pusher, flags.rows);
+  const Batches batches = draw(flags.rows, flags.batch, 1);
+  const size_t floats = static_cast<size_t>(flags.batch) * kWidth;
+  std::vector<double> pulls_s, pushes_s;
+  {
+    const std::jthread pushes([&](const std::stop_token& stop) {
+      const std::vector<float> gradients(floats, 0.001f);
+      for (size_t i = 0; !stop.stop_requested(); ++i) {
+        const ps::PushRows push{.ids = batches[i % batches.size()], .gradients = gradients};
+        const auto began = Clock::now();
+        pusher->push(std::span(&push, 1), {});
+        pusher->flush();
+        pushes_s.push_back(seconds_since(began));
+      }
+    });
+    std::vector<float> weights(floats);
+    const auto begin = Clock::now();
+    for (size_t i = 0; seconds_since(begin) < flags.seconds * flags.rounds; ++i) {
+      const ps::PullRows pull{.ids = batches[i % batches.size()], .weights = weights};
+      const auto began = Clock::now();
+      puller->pull(std::span(&pull, 1), {}).wait();
+      pulls_s.push_back(seconds_since(began));
+    }
+  }
+  ::kill(server.process, SIGKILL);
+  ::waitpid(server.process, nullptr, 0);
+  return {{"pull", times_of(pulls_s)}, {"push", times_of(pushes_s)}};
+}
+
 // Pushes one after another, each until it is acknowledged: before a server's first snapshot, while
 // a child writes it, and for as long as `seconds` after it.
 json measure_snapshot(const Flags& flags, const std::string& folder) {
   const auto log_bytes = static_cast<int64_t>(flags.snapshot_log_mib * 1024 * 1024);
   // Ids and gradients: what filling the table writes.
   const int64_t fill_bytes = flags.snapshot_rows * static_cast<int64_t>(8 + kWidth * sizeof(float));
-  const Child server = start_server(folder, Logged::kYes, fill_bytes + log_bytes);
+  const Child server = start_server(folder, ps::Durability::kLogged, fill_bytes + log_bytes);
   const auto client = connect(server, 0, 1);
   fill(*client, flags.snapshot_rows);
   const Batches batches = draw(flags.snapshot_rows, flags.batch, 1);
@@ -475,19 +518,13 @@ json measure_snapshot(const Flags& flags, const std::string& folder) {
     if (calls.empty()) throw std::runtime_error(std::string("no push ") + phase.name);
     double sum = 0;
     for (const double call : calls) sum += call;
-    std::sort(calls.begin(), calls.end());
-    const auto at = [&](double share) {
-      return calls[static_cast<size_t>(share * static_cast<double>(calls.size() - 1))] * 1e3;
-    };
-    result[phase.name] = {
-        {"pushes", calls.size()},
-        {"rows_per_s", static_cast<double>(flags.batch) * static_cast<double>(calls.size()) / sum},
-        {"ms_median", at(0.5)},
-        {"ms_p99", at(0.99)},
-        {"ms_most", at(1)},
-        {"resident_bytes", phase.memory.resident_bytes},
-        {"resident_bytes_with_child", phase.memory.with_children_bytes},
-        {"huge_bytes", phase.memory.huge_bytes}};
+    result[phase.name] = times_of(calls);
+    result[phase.name].update(
+        {{"pushes", calls.size()},
+         {"rows_per_s", static_cast<double>(flags.batch) * static_cast<double>(calls.size()) / sum},
+         {"resident_bytes", phase.memory.resident_bytes},
+         {"resident_bytes_with_child", phase.memory.with_children_bytes},
+         {"huge_bytes", phase.memory.huge_bytes}});
   }
   return result;
 }
@@ -604,7 +641,8 @@ std::array<double, 2> train_keys(const Flags& flags, const Child& server, uint32
 json measure_keys(const Flags& flags, const std::string& folder) {
   std::array<std::vector<double>, 2> all;
   for (int round = 0; round < flags.rounds; ++round) {
-    const Child server = start_server(folder + "/keys" + std::to_string(round), Logged::kYes);
+    const Child server =
+        start_server(folder + "/keys" + std::to_string(round), ps::Durability::kLogged);
     std::array<int, 2> results{};
     if (::pipe(results.data()) != 0) throw std::runtime_error("pipe");
     std::array<std::array<int, 2>, 2> tokens{};  // To each trainer, from the other.
@@ -670,7 +708,7 @@ int run(int argc, char** argv) {
       ->capture_default_str();
   app.add_flag("--keys-only", flags.keys_only, "Only the keys of two trainers");
   app.add_option("--only", flags.only,
-                 "One side of the rows alone, for a profiler: small_pull ...");
+                 "One side of the rows alone, for a profiler: small_pull ...; or synced");
   if (const auto ended = cli::parse(app, argc, argv)) return *ended;
   const std::string folder =
       std::filesystem::temp_directory_path() / ("cohort-bench-ps-" + std::to_string(::getpid()));
@@ -682,7 +720,10 @@ int run(int argc, char** argv) {
   if (flags.only.empty()) result["keys"] = measure_keys(flags, folder);
   if (flags.only.empty() && !flags.keys_only && flags.snapshot_rows > 0)
     result["snapshot"] = in_child([&] { return measure_snapshot(flags, folder + "/snapshot"); });
-  if (!flags.keys_only) result["rows"] = measure_rows(flags, folder);
+  const bool is_synced_asked = flags.only.empty() ? !flags.keys_only : flags.only == "synced";
+  if (is_synced_asked)
+    result["synced"] = in_child([&] { return measure_synced(flags, folder + "/synced"); });
+  if (!flags.keys_only && flags.only != "synced") result["rows"] = measure_rows(flags, folder);
   std::filesystem::remove_all(folder);
   std::printf("%s\n", result.dump().c_str());
   return kExitOk;
