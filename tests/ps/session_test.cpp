@@ -466,9 +466,9 @@ TEST(SessionTest, WhatDoesNotFitIsNamed) {
             std::string::npos);
   torch::nn::Conv2d turned(torch::nn::Conv2dOptions(3, 4, 2));
   turned->weight.set_data(turned->weight.detach().contiguous(at::MemoryFormat::ChannelsLast));
-  EXPECT_NE(message_of([&] {
-              session.add("net", *turned);
-            }).find("'net.weight': expected contiguous float32, got CPUFloatType"),
+  EXPECT_NE(message_of([&] { session.add("net", *turned); })
+                .find("'net.weight': expected contiguous float32, got CPUFloatType of strides [12, "
+                      "1, 6, 3]"),
             std::string::npos);
   EXPECT_NE(message_of([&] { session.push(); }).find("start() comes first"), std::string::npos);
   Model model(session);

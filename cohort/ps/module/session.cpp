@@ -108,7 +108,8 @@ void Session::add(const std::string& name, const torch::nn::Module& module) {
     const std::string full = name + "." + parameter.key();
     TORCH_CHECK_VALUE(
         value.scalar_type() == at::kFloat && value.is_contiguous() && !value.is_meta(),
-        "session: parameter '", full, "': expected contiguous float32, got ", value.toString());
+        "session: parameter '", full, "': expected contiguous float32, got ", value.toString(),
+        " of strides ", value.strides());
     TORCH_CHECK_VALUE(learning_.empty() || value.device() == learning_.front().device(),
                       "session: parameter '", full, "' is on ", value.device(),
                       ": expected all on one device, as those before, on ",
