@@ -10,6 +10,9 @@ namespace {
 // Sums have so many lanes whatever the instruction set: lane j takes elements j, j + kLanes ...
 constexpr int64_t kLanes = 16;
 
+using Floats [[gnu::vector_size(32)]] = float;
+using Doubles [[gnu::vector_size(64)]] = double;
+
 // Element i of the gradient as the rule sees it.
 struct Gradient {
   const float* values = nullptr;
@@ -24,22 +27,51 @@ struct Gradient {
   [[gnu::always_inline]] float operator[](int64_t i) const { return clamped(i) * factor; }
 
   double sum_of_squares(int64_t width) const {
-    double lanes[kLanes] = {};
+    // In registers: the lanes of an array would go through memory each time that they are halved.
+    Doubles low{}, high{};
+    const Floats most = Floats{} + limit, least = -most;
     int64_t i = 0;
     for (; i + kLanes <= width; i += kLanes) {
-      for (int64_t j = 0; j < kLanes; ++j) {
+      Floats x, y;
+      __builtin_memcpy(&x, values + i, sizeof(x));
+      __builtin_memcpy(&y, values + i + kLanes / 2, sizeof(y));
+      x = x < least ? least : x;
+      y = y < least ? least : y;
+      x = x > most ? most : x;
+      y = y > most ? most : y;
+      const Doubles a = __builtin_convertvector(x, Doubles);
+      const Doubles b = __builtin_convertvector(y, Doubles);
+      low += a * a;
+      high += b * b;
+    }
+    if (i < width) {
+      double lanes[kLanes];
+      __builtin_memcpy(lanes, &low, sizeof(low));
+      __builtin_memcpy(lanes + kLanes / 2, &high, sizeof(high));
+      for (int64_t j = 0; i + j < width; ++j) {
         const double x = clamped(i + j);
         lanes[j] += x * x;
       }
+      __builtin_memcpy(&low, lanes, sizeof(low));
+      __builtin_memcpy(&high, lanes + kLanes / 2, sizeof(high));
     }
-    for (int64_t j = 0; i + j < width; ++j) {
-      const double x = clamped(i + j);
-      lanes[j] += x * x;
-    }
-    for (int64_t half = kLanes / 2; half > 0; half /= 2) {
-      for (int64_t j = 0; j < half; ++j) lanes[j] += lanes[j + half];
-    }
-    return lanes[0];
+    low += high;
+    const auto fours = __builtin_shufflevector(low, low, 0, 1, 2, 3) +
+                       __builtin_shufflevector(low, low, 4, 5, 6, 7);
+    const auto twos =
+        __builtin_shufflevector(fours, fours, 0, 1) + __builtin_shufflevector(fours, fours, 2, 3);
+    return twos[0] + twos[1];
+  }
+
+  // Clips by the norm; returns the sum of squares afterwards.
+  double clip_norm(float norm_limit, int64_t width) {
+    const double squares = sum_of_squares(width);
+    const auto bound = static_cast<double>(norm_limit);
+    if (bound <= 0) return squares;
+    const double norm = __builtin_sqrt(squares);
+    if (!(norm > bound)) return squares;
+    factor = static_cast<float>(bound / norm);
+    return bound * bound;
   }
 };
 
@@ -77,21 +109,24 @@ void ftrl(const RuleConstants& rule, int64_t width, float* __restrict w, float* 
   }
 }
 
+// The default of tables: by itself, so that it does not save the registers that the others need.
+[[gnu::noinline]] void rowwise_adagrad(const RuleConstants& rule, int64_t width,
+                                       float* __restrict w, float* __restrict state,
+                                       const float* __restrict gradient) {
+  Gradient g{gradient, rule.clip_value};
+  const double squares = g.clip_norm(rule.clip_norm, width);
+  state[0] += static_cast<float>(squares / static_cast<double>(width));
+  const float rate = rule.rate / (__builtin_sqrtf(state[0]) + rule.eps);
+  for (int64_t i = 0; i < width; ++i) w[i] -= rate * g[i];
+}
+
 }  // namespace
 
 void COHORT_KERNELS(const RuleConstants& rule, int64_t width, float* __restrict w,
                     float* __restrict state, const float* __restrict gradient) {
+  if (rule.rule == Rule::kRowwiseAdagrad) return rowwise_adagrad(rule, width, w, state, gradient);
   Gradient g{gradient, rule.clip_value};
-  double squares = 0;
-  if (rule.clip_norm > 0 || rule.rule == Rule::kRowwiseAdagrad) {
-    squares = g.sum_of_squares(width);
-    const double norm = __builtin_sqrt(squares);
-    const auto bound = static_cast<double>(rule.clip_norm);
-    if (bound > 0 && norm > bound) {
-      g.factor = static_cast<float>(bound / norm);
-      squares = bound * bound;
-    }
-  }
+  if (rule.clip_norm > 0) g.clip_norm(rule.clip_norm, width);
   switch (rule.rule) {
     case Rule::kAdd:
       for (int64_t i = 0; i < width; ++i) w[i] += g[i];
@@ -112,12 +147,8 @@ void COHORT_KERNELS(const RuleConstants& rule, int64_t width, float* __restrict 
         w[i] -= rule.rate * x / (__builtin_sqrtf(state[i]) + rule.eps);
       }
       break;
-    case Rule::kRowwiseAdagrad: {
-      state[0] += static_cast<float>(squares / static_cast<double>(width));
-      const float rate = rule.rate / (__builtin_sqrtf(state[0]) + rule.eps);
-      for (int64_t i = 0; i < width; ++i) w[i] -= rate * g[i];
-      break;
-    }
+    case Rule::kRowwiseAdagrad:
+      break;  // Above.
     case Rule::kAdam:
       adam(rule, width, w, state, g);
       break;

@@ -59,7 +59,6 @@ void DeclaredJob::check_sections(const Message& message) const {
   TORCH_CHECK_VALUE(!initial || message.sections.size() == num_blocks_,
                     "message: initial values of ", message.sections.size(), " blocks, server ",
                     server_, " has ", num_blocks_);
-  const auto servers = static_cast<uint32_t>(options_.servers);
   const Section* before = nullptr;
   for (const Section& section : message.sections) {
     TORCH_CHECK_VALUE(!initial || section.kind == SectionKind::kBlock,
@@ -87,12 +86,22 @@ void DeclaredJob::check_sections(const Message& message) const {
     TORCH_CHECK_VALUE(!push || section.values.size() == section.ids.size() * section.width,
                       "message: table '", table.name, "': ", section.ids.size(), " ids with ",
                       section.values.size(), " values");
-    for (const uint64_t id : section.ids) {
-      TORCH_CHECK_VALUE(server_of(id, servers) == static_cast<uint32_t>(server_), "message: row ",
-                        id, " of table '", table.name, "' is server ", server_of(id, servers),
-                        "'s, this is server ", server_);
-    }
+    const auto foreign = find_foreign(section.ids);
+    TORCH_CHECK_VALUE(!foreign, "message: row ", *foreign, " of table '", table.name,
+                      "' is server ", server_of(*foreign, static_cast<uint32_t>(options_.servers)),
+                      "'s, this is server ", server_);
   }
+}
+
+// Which one it is is looked for only where there is one: the pass over all has no branches.
+std::optional<uint64_t> DeclaredJob::find_foreign(std::span<const uint64_t> ids) const {
+  const auto servers = static_cast<uint32_t>(options_.servers),
+             own = static_cast<uint32_t>(server_);
+  if (servers == 1) return std::nullopt;
+  uint32_t difference = 0;
+  for (const uint64_t id : ids) difference |= server_of(id, servers) ^ own;
+  if (difference == 0) return std::nullopt;
+  return *std::ranges::find_if(ids, [&](uint64_t id) { return server_of(id, servers) != own; });
 }
 
 void DeclaredJob::check_finite(const Message& push) const {

@@ -3,6 +3,8 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -35,6 +37,8 @@ class DeclaredJob {
 
  private:
   void check_sections(const Message& message) const;
+  /// The first id of another server.
+  std::optional<uint64_t> find_foreign(std::span<const uint64_t> ids) const;
   void check_finite(const Message& push) const;
 
   JobOptions options_;
