@@ -5,6 +5,7 @@
 #include <cstring>
 #include <gtest/gtest.h>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cohort/ps/crc32c.h"
@@ -103,6 +104,28 @@ TEST(MessageTest, ResealedItHasAnotherHeaderAndTheSameSections) {
   EXPECT_EQ(message.sections[0].ids[4], 1004U);
 }
 
+TEST(MessageTest, TheChecksumOfAllOfItFollowsFromItsOwn) {
+  const Buffer bytes = push_message();
+  EXPECT_EQ(crc32c_of_checked(bytes.span()), crc32c(bytes.span()));
+}
+
+TEST(MessageTest, MemoryOfALargeBufferIsUsedAgain) {
+  const std::byte* place = nullptr;
+  {
+    Buffer first(size_t{3} << 20);
+    Buffer second(size_t{3} << 20);
+    EXPECT_NE(first.data(), second.data());
+    const Buffer moved = std::move(first);
+    place = moved.span().data();
+    first = std::move(second);
+  }
+  Buffer larger(size_t{4} << 20);
+  EXPECT_NE(larger.data(), place);
+  Buffer one((size_t{3} << 20) - 1000), other(size_t{2} << 20);
+  EXPECT_TRUE((one.data() == place) != (other.data() == place)) << "of those that fit, each once";
+  EXPECT_EQ(one.size(), (size_t{3} << 20) - 1000);
+}
+
 TEST(MessageTest, EveryTruncationIsRefused) {
   const Buffer whole = push_message();
   for (size_t size = 0; size < whole.size(); ++size) {
@@ -168,6 +191,19 @@ TEST(Crc32cTest, AgreesWithThePublishedValue) {
   for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(i);
   EXPECT_EQ(crc32c(bytes), 0x46dd794eU);
   EXPECT_EQ(crc32c(std::span(bytes).subspan(5), crc32c(std::span(bytes).first(5))), 0x46dd794eU);
+}
+
+TEST(Crc32cTest, ThoseOfTwoPartsAreJoined) {
+  std::vector<std::byte> bytes(3'000'000);
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(i * i % 251);
+  for (const size_t first : {0, 1, 8, 100}) {
+    for (const size_t second : {0, 1, 7, 255, 4096, 2'900'000}) {
+      const auto both = std::span<const std::byte>(bytes).first(first + second);
+      EXPECT_EQ(crc32c_joined(crc32c(both.first(first)), crc32c(both.subspan(first)), second),
+                crc32c(both))
+          << first << " and " << second;
+    }
+  }
 }
 
 }  // namespace message_test

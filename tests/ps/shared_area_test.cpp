@@ -154,7 +154,8 @@ TEST(SharedAreaTest, LostPartsAreNotUsedAgain) {
   const auto parts = std::make_shared<SharedParts>(kBytes);
   auto part = parts->take(1000);
   const uint64_t offset = part->offset(), bytes = part->bytes().size();
-  part->lose();
+  parts->lose(offset);
+  parts->lose(offset);  // By each call that sent what is in it.
   part.reset();
   EXPECT_GE(parts->take(8)->offset(), offset + bytes);
   EXPECT_EQ(parts->lost_bytes(), bytes);
@@ -355,6 +356,59 @@ TEST(SharedAreaTest, MemoryOfACallThatWasGivenUpIsNotUsedAgain) {
   EXPECT_EQ(cluster.ask(0, second.push(1, many_ids())).code, Code::kOk);
   EXPECT_EQ(ask(*channel, large_pull(first, 1)).code, Code::kOk);
   EXPECT_TRUE(std::ranges::equal(after.message.span(), bytes)) << "it was answered before";
+}
+
+// `message`, in memory that the channel gives for it.
+Request in_memory_of(Channel& channel, Request request) {
+  Buffer copy = channel.make_buffer(request.message->size());
+  std::memcpy(copy.data(), request.message->span().data(), copy.size());
+  request.message = std::make_shared<const Buffer>(std::move(copy));
+  return request;
+}
+
+TEST(SharedAreaTest, AMessageIsSentFromWhereItWasWritten) {
+  Cluster cluster(1);
+  const std::string endpoint = "unix:" + cluster.path("socket");
+  const RpcServer rpc(*cluster.slot(0).get(), {.endpoint = endpoint});
+  RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
+  const auto channel = make_rpc_channel({.endpoint = endpoint});
+  EXPECT_TRUE(channel->make_buffer(8).is_owner()) << "it goes through the socket";
+  const Reply copied = shared_answer(*channel, large_pull(trainer));
+  EXPECT_EQ(parse_message(copied.message.span(), Checksums::kIgnored).header.checksum, 0U);
+  Request request = in_memory_of(*channel, large_pull(trainer));
+  EXPECT_EQ(inode_at(request.message->span().data()), inode_at(copied.message.span().data()));
+  const Reply reply = ask(*channel, request);
+  EXPECT_TRUE(std::ranges::equal(reply.message.span(), copied.message.span()));
+  // What is there now is what is sent: no copy of what was there.
+  auto* const byte = const_cast<std::byte*>(request.message->span().data() + sizeof(Header));
+  *byte ^= std::byte{1};
+  EXPECT_EQ(ask(*channel, request).code, Code::kInvalid);
+  *byte ^= std::byte{1};
+  const std::byte* const place = request.message->span().data();
+  request = {};
+  EXPECT_EQ(channel->make_buffer(size_t{1} << 15).data(), place) << "it is free again";
+}
+
+TEST(SharedAreaTest, AMessageWhoseCallWasGivenUpIsSentAgainAndItsMemoryNotUsedAgain) {
+  Cluster cluster(1);
+  const std::string endpoint = "unix:" + cluster.path("socket");
+  const RpcServer rpc(*cluster.slot(0).get(), {.endpoint = endpoint});
+  RawTrainer first(cluster, ledger_job(2, 1, Mode::kSync), 0);
+  RawTrainer second(cluster, ledger_job(2, 1, Mode::kSync), 1);
+  const auto channel = make_rpc_channel({.endpoint = endpoint});
+  ASSERT_FALSE(shared_answer(*channel, large_pull(first)).message.is_owner());
+  Request waiting = in_memory_of(*channel, large_pull(first, 1));
+  const std::byte* const place = waiting.message->span().data();
+  EXPECT_EQ(ask(*channel, waiting, 100).code, Code::kLost);
+  EXPECT_EQ(ask(*channel, waiting, 100).code, Code::kLost);
+  EXPECT_EQ(cluster.ask(0, first.push(1, many_ids())).code, Code::kOk);
+  EXPECT_EQ(cluster.ask(0, second.push(1, many_ids())).code, Code::kOk);
+  EXPECT_EQ(ask(*channel, waiting).code, Code::kOk);
+  const size_t bytes = waiting.message->size();
+  waiting = {};
+  const Buffer next = channel->make_buffer(bytes);
+  EXPECT_FALSE(next.is_owner());
+  EXPECT_NE(next.span().data(), place) << "the server may still read there";
 }
 
 TEST(SharedAreaTest, MemoryOfWhichMuchIsLostIsReplaced) {

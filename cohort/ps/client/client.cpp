@@ -35,7 +35,17 @@ struct Client::Spread {
   }
 
   size_t count(size_t server) const { return begins[server + 1] - begins[server]; }
-  size_t position(size_t index) const { return positions.empty() ? index : positions[index]; }
+
+  // Copies those of `from`, of `width` values a row, that are the server's.
+  template <class Value>
+  void copy_rows(size_t server, size_t width, const Value* from, Value* to) const {
+    if (positions.empty()) {
+      std::copy_n(from, begins.back() * width, to);
+      return;
+    }
+    for (size_t j = begins[server]; j < begins[server + 1]; ++j, to += width)
+      std::copy_n(from + positions[j] * width, width, to);
+  }
 };
 
 namespace {
@@ -71,7 +81,8 @@ Message PendingPull::State::checked(size_t server, const Reply& reply) const {
   };
   Message message;
   try {
-    message = parse_message(reply.message.span());
+    message = parse_message(reply.message.span(),
+                            reply.message.is_owner() ? Checksums::kChecked : Checksums::kIgnored);
   } catch (const c10::ValueError& error) {
     refuse("is damaged: " + one_line(error));
   }
@@ -270,7 +281,7 @@ void Client::initialise(std::span<const std::span<const float>> parameters) {
   for (int server = 0; server < job_.servers; ++server) {
     const auto shapes = block_shapes(server, true);
     if (shapes.empty()) continue;
-    MessageWriter message(shapes);
+    MessageWriter message(shapes, links_[static_cast<size_t>(server)]->buffer_maker());
     for (size_t i = 0; i < shapes.size(); ++i) {
       const BlockOptions& block = job_.blocks[shapes[i].table];
       const auto values = parameters[parameter_of_block_[shapes[i].table]];
@@ -329,13 +340,9 @@ PendingPull Client::pull(std::span<const PullRows> rows, std::vector<std::span<f
       const auto blocks = block_shapes(server, false);
       shapes.insert(shapes.end(), blocks.begin(), blocks.end());
     }
-    MessageWriter message(shapes);
-    for (size_t i = 0; i < rows.size(); ++i) {
-      const auto ids = message.ids(i);
-      const size_t begin = state->spreads[i].begins[at];
-      for (size_t j = 0; j < ids.size(); ++j)
-        ids[j] = rows[i].ids[state->spreads[i].position(begin + j)];
-    }
+    MessageWriter message(shapes, links_[at]->buffer_maker());
+    for (size_t i = 0; i < rows.size(); ++i)
+      state->spreads[i].copy_rows(at, 1, rows[i].ids.data(), message.ids(i).data());
     std::vector<SectionShape> answer = shapes;
     for (SectionShape& shape : answer) {
       shape.has_ids = false;
@@ -381,17 +388,10 @@ void Client::send_push(std::span<const PushRows> rows,
       const auto blocks = block_shapes(server, true);
       shapes.insert(shapes.end(), blocks.begin(), blocks.end());
     }
-    MessageWriter message(shapes);
+    MessageWriter message(shapes, links_[at]->buffer_maker());
     for (size_t i = 0; i < rows.size(); ++i) {
-      const auto ids = message.ids(i);
-      float* values = message.values(i).data();
-      const size_t width = shapes[i].width;
-      const size_t begin = spreads[i].begins[at];
-      for (size_t j = 0; j < ids.size(); ++j, values += width) {
-        const size_t position = spreads[i].position(begin + j);
-        ids[j] = rows[i].ids[position];
-        std::copy_n(rows[i].gradients.data() + position * width, width, values);
-      }
+      spreads[i].copy_rows(at, 1, rows[i].ids.data(), message.ids(i).data());
+      spreads[i].copy_rows(at, shapes[i].width, rows[i].gradients.data(), message.values(i).data());
     }
     for (size_t i = rows.size(); i < shapes.size(); ++i) {
       const BlockOptions& block = job_.blocks[shapes[i].table];

@@ -139,6 +139,8 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     return operation;
   }
 
+  Buffer make_buffer(size_t bytes) { return channel_->make_buffer(bytes); }
+
   Reply join(uint64_t job, const std::string& text) {
     {
       const std::lock_guard lock(mutex_);
@@ -540,6 +542,10 @@ Reply ServerLink::join(uint64_t job, const std::string& text) {
 
 void ServerLink::confirm(uint64_t step) {
   worker_->confirm(step);
+}
+
+BufferMaker ServerLink::buffer_maker() const {
+  return [worker = worker_.get()](size_t bytes) { return worker->make_buffer(bytes); };
 }
 
 ReplyFuture ServerLink::push(MessageWriter message, uint64_t sequence, uint64_t confirmed,

@@ -79,6 +79,8 @@ class ServerLink {
   /// Errors: likewise.
   void confirm(uint64_t step);
 
+  /// Of messages to be sent here (Channel::make_buffer). Any thread.
+  BufferMaker buffer_maker() const;
   /// Sends `message`, with `flags` of the header; numbered by `sequence` (greater than all before);
   /// 0 for initial values (kInitialValues). `confirmed`: see confirm().
   ReplyFuture push(MessageWriter message, uint64_t sequence, uint64_t confirmed = 0,

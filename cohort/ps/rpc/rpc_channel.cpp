@@ -9,7 +9,9 @@
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/grpcpp.h>
 #include <mutex>
+#include <optional>
 #include <set>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -141,6 +143,12 @@ class RpcChannel final : public Channel {
     none_running_.wait(lock, [this] { return num_running_ == 0; });
   }
 
+  Buffer make_buffer(size_t bytes) override {
+    const auto parts = bytes >= kLeastShared ? shared() : nullptr;
+    const auto part = parts ? parts->take(bytes) : nullptr;
+    return part ? Buffer(part->bytes().first(bytes), part) : Buffer(bytes);
+  }
+
   void send(const Request& request, int64_t timeout_ms, Done done) override {
     if (request.call == Call::kPush || request.call == Call::kPull) {
       send_hot(request, timeout_ms, std::move(done));
@@ -246,15 +254,25 @@ class RpcChannel final : public Channel {
   template <class Running>
   void give_up(const Running& call, const grpc::Status& status) {
     if (!call.parts) return;
-    for (const auto& part : {call.message, call.room}) {
-      if (part) part->lose();
-    }
+    if (call.message) call.parts->lose(*call.message);
+    if (call.room) call.parts->lose(call.room->offset());
     const bool is_unknown = status.error_code() == grpc::StatusCode::FAILED_PRECONDITION;
     if (!is_unknown && call.parts->lost_bytes() <= SharedArea::kMostBytes / 2) return;
     const std::lock_guard lock(mutex_);
     if (parts_ != call.parts) return;
     parts_.reset();
     sharing_ = Sharing::kNone;
+  }
+
+  // What was not written to shared memory at once: a message of before the server had it, for
+  // example.
+  template <class Running>
+  static void copy_message(Running& call, std::span<const std::byte> message) {
+    const auto part = call.parts->take(message.size());
+    if (!part) return;
+    std::memcpy(part->bytes().data(), message.data(), message.size());
+    call.message = part->offset();
+    call.message_owner = part;
   }
 
   void send_hot(const Request& request, int64_t timeout_ms, Done done) {
@@ -265,20 +283,23 @@ class RpcChannel final : public Channel {
       grpc::ByteBuffer request;
       grpc::ByteBuffer reply;
       std::shared_ptr<SharedParts> parts;
-      std::shared_ptr<SharedParts::Part> message, room;  // In shared memory.
+      std::optional<uint64_t> message;  // Where it is in shared memory, which this keeps:
+      std::shared_ptr<const void> message_owner;
+      std::shared_ptr<SharedParts::Part> room;  // For the answer, in shared memory.
     };
     auto* const running = begin(std::make_unique<Running>(), timeout_ms);
     const auto message = request.message->span();
     if (message.size() + request.answer_bytes >= kLeastShared) running->parts = shared();
     if (running->parts) {
-      running->message = running->parts->take(message.size());
+      running->message = running->parts->area().offset_of(message);
+      running->message_owner = request.message;
+      if (!running->message) copy_message(*running, message);
       running->room = running->parts->take(request.answer_bytes);
     }
     grpc::Slice slice = slice_of(request.message);
     if (running->message) {
-      std::memcpy(running->message->bytes().data(), message.data(), message.size());
       SharedMessage shared{.area = running->parts->area().name().number,
-                           .offset = running->message->offset(),
+                           .offset = *running->message,
                            .bytes = message.size()};
       if (running->room) {
         shared.answer_offset = running->room->offset();

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
+#include <functional>
 #include <linux/magic.h>
 #include <poll.h>
 #include <random>
@@ -122,6 +123,13 @@ std::optional<std::span<std::byte>> SharedArea::part(uint64_t offset, uint64_t b
   return std::span(data_ + offset, bytes);
 }
 
+std::optional<uint64_t> SharedArea::offset_of(std::span<const std::byte> bytes) const {
+  const std::less<> before;
+  if (before(bytes.data(), data_) || !before(bytes.data(), data_ + name_.bytes))
+    return std::nullopt;
+  return static_cast<uint64_t>(bytes.data() - data_);
+}
+
 SharedParts::SharedParts(uint64_t bytes) : area_(bytes) {}
 
 std::shared_ptr<SharedParts::Part> SharedParts::take(uint64_t bytes) {
@@ -129,9 +137,9 @@ std::shared_ptr<SharedParts::Part> SharedParts::take(uint64_t bytes) {
   if (bytes == 0 || bytes > area_.name().bytes) return nullptr;
   const std::lock_guard lock(mutex_);
   uint64_t begin = kLine;
-  for (const auto& [first, end] : taken_) {
+  for (const auto& [first, taken] : taken_) {
     if (first - begin >= rounded) break;
-    begin = end;
+    begin = taken.end;
   }
   const auto found = area_.part(begin, rounded);
   if (!found) return nullptr;
@@ -140,18 +148,21 @@ std::shared_ptr<SharedParts::Part> SharedParts::take(uint64_t bytes) {
     if (!area_.allocate(allocated_, more)) return nullptr;
     allocated_ = more;
   }
-  taken_[begin] = begin + rounded;
+  taken_[begin] = {.end = begin + rounded};
   return std::make_shared<Part>(shared_from_this(), begin, *found);
 }
 
 void SharedParts::give_back(uint64_t offset) {
   const std::lock_guard lock(mutex_);
-  taken_.erase(offset);
+  const auto part = taken_.find(offset);
+  if (!part->second.is_lost) taken_.erase(part);
 }
 
-void SharedParts::lose(uint64_t bytes) {
+void SharedParts::lose(uint64_t offset) {
   const std::lock_guard lock(mutex_);
-  lost_bytes_ += bytes;
+  Taken& part = taken_.at(offset);
+  if (!part.is_lost) lost_bytes_ += part.end - offset;
+  part.is_lost = true;
 }
 
 uint64_t SharedParts::lost_bytes() const {
@@ -160,12 +171,7 @@ uint64_t SharedParts::lost_bytes() const {
 }
 
 SharedParts::Part::~Part() {
-  if (!is_lost_) parts_->give_back(offset_);
-}
-
-void SharedParts::Part::lose() {
-  is_lost_ = true;
-  parts_->lose(bytes_.size());
+  parts_->give_back(offset_);
 }
 
 std::optional<SharedMessage> read_shared_message(std::span<const std::byte> bytes) {

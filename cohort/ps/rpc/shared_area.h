@@ -51,6 +51,8 @@ class SharedArea {
   bool is_orphaned() const;
   /// Bytes [offset, offset + bytes), a multiple of 8 each; nothing if the area does not have them.
   std::optional<std::span<std::byte>> part(uint64_t offset, uint64_t bytes) const;
+  /// Where in it `bytes` are; nothing if they are elsewhere.
+  std::optional<uint64_t> offset_of(std::span<const std::byte> bytes) const;
 
  private:
   void map();
@@ -83,26 +85,28 @@ class SharedParts : public std::enable_shared_from_this<SharedParts> {
 
     uint64_t offset() const { return offset_; }
     std::span<std::byte> bytes() const { return bytes_; }
-    /// The other side may still read or write it: it is not given out again. Called once.
-    void lose();
 
    private:
     std::shared_ptr<SharedParts> parts_;
     uint64_t offset_;
     std::span<std::byte> bytes_;
-    bool is_lost_ = false;
   };
   /// nullptr if there is no room, or no memory for it. The part has `bytes` or a few more.
   std::shared_ptr<Part> take(uint64_t bytes);
+  /// The other side may still read or write the part at `offset`: it is not given out again.
+  void lose(uint64_t offset);
 
  private:
   void give_back(uint64_t offset);
-  void lose(uint64_t bytes);
 
   const SharedArea area_;
   mutable std::mutex mutex_;
-  std::map<uint64_t, uint64_t> taken_;  // Begin and end, in the area's order; lost ones, too.
-  uint64_t allocated_ = 0;              // Bytes from the area's begin that have pages.
+  struct Taken {
+    uint64_t end = 0;
+    bool is_lost = false;
+  };
+  std::map<uint64_t, Taken> taken_;  // By its begin.
+  uint64_t allocated_ = 0;           // Bytes from the area's begin that have pages.
   uint64_t lost_bytes_ = 0;
 };
 

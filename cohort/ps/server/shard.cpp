@@ -198,7 +198,7 @@ Buffer Shard::pull(const Message& request, const Header& header, const BufferMak
       tables_[section.table]->pull(section.ids, reply.values(i), unknown);
     }
   }
-  return reply.finish(header);
+  return reply.finish_reply(header);
 }
 
 std::vector<BlockView> Shard::blocks() const {

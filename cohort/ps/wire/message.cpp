@@ -6,7 +6,9 @@
 #include <c10/util/Exception.h>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <limits>
+#include <mutex>
 #include <utility>
 
 #include "cohort/ps/crc32c.h"
@@ -20,6 +22,8 @@ constexpr uint32_t kNoValues = 2;
 constexpr uint32_t kMaxWidth = 65536;
 // Where the checksum's bytes begin: behind magic and checksum.
 constexpr size_t kCheckedFrom = 2 * sizeof(uint32_t);
+// The smallest buffer whose memory is kept, and the unit of such memory.
+constexpr size_t kLeastKept = size_t{128} << 10;
 
 struct SectionHeader {
   uint32_t table = 0;
@@ -55,12 +59,73 @@ bool has_nonfinite(std::span<const float> values) {
   return carried >> 31 != 0;
 }
 
+// Memory of large messages that are no more.
+class KeptMemory {
+ public:
+  struct Piece {
+    std::unique_ptr<std::byte[]> bytes;
+    size_t capacity = 0;
+  };
+
+  KeptMemory() { pieces_.reserve(kMostBytes / kLeastKept + 1); }  // Giving does not throw.
+
+  // The piece that was used last, which the CPU's caches have, of those that fit.
+  Piece take(size_t size) {
+    const size_t capacity = (size + kLeastKept - 1) / kLeastKept * kLeastKept;
+    {
+      const std::lock_guard lock(mutex_);
+      const auto fits = [&](const Piece& piece) {
+        return piece.capacity >= size && piece.capacity <= 2 * capacity;
+      };
+      if (const auto found = std::find_if(pieces_.rbegin(), pieces_.rend(), fits);
+          found != pieces_.rend()) {
+        Piece piece = std::move(*found);
+        pieces_.erase(std::next(found).base());
+        bytes_ -= piece.capacity;
+        return piece;
+      }
+    }
+    return {std::make_unique_for_overwrite<std::byte[]>(capacity), capacity};
+  }
+
+  void give(Piece piece) {
+    if (piece.capacity > kMostBytes) return;
+    const std::lock_guard lock(mutex_);
+    bytes_ += piece.capacity;
+    pieces_.push_back(std::move(piece));
+    for (; bytes_ > kMostBytes; pieces_.erase(pieces_.begin())) bytes_ -= pieces_.front().capacity;
+  }
+
+ private:
+  static constexpr size_t kMostBytes = size_t{64} << 20;
+
+  std::mutex mutex_;
+  std::vector<Piece> pieces_;  // In the order of their last use.
+  size_t bytes_ = 0;
+};
+
+// Never destroyed: threads of gRPC may end a message after main() has returned.
+KeptMemory& kept_memory() {
+  static auto* const kMemory = new KeptMemory;
+  return *kMemory;
+}
+
 }  // namespace
 
-Buffer::Buffer(size_t size)
-    : bytes_(std::make_unique_for_overwrite<std::byte[]>(size)),
-      begin_(bytes_.get()),
-      size_(size) {}
+Buffer::Buffer(size_t size) : size_(size) {
+  if (size < kLeastKept) {
+    bytes_.reset(std::make_unique_for_overwrite<std::byte[]>(size).release());
+  } else {
+    KeptMemory::Piece piece = kept_memory().take(size);
+    bytes_ = {piece.bytes.release(), BufferDeleter{piece.capacity}};
+  }
+  begin_ = bytes_.get();
+}
+
+void BufferDeleter::operator()(std::byte* bytes) const {
+  std::unique_ptr<std::byte[]> memory(bytes);
+  if (capacity > 0) kept_memory().give({std::move(memory), capacity});
+}
 
 Buffer::Buffer(std::span<std::byte> bytes, std::shared_ptr<const void> owner)
     : owner_(std::move(owner)), begin_(bytes.data()), size_(bytes.size()) {}
@@ -115,10 +180,24 @@ Buffer MessageWriter::finish(Header header) {
   return std::move(buffer_);
 }
 
+Buffer MessageWriter::finish_reply(Header header) {
+  if (buffer_.is_owner()) return finish(header);
+  header.num_sections = static_cast<uint32_t>(offsets_.size());
+  std::memcpy(buffer_.data(), &header, sizeof(header));
+  return std::move(buffer_);
+}
+
 void reseal(std::span<std::byte> message, const Header& header) {
   std::memcpy(message.data(), &header, sizeof(header));
   const uint32_t checksum = crc32c(message.subspan(kCheckedFrom));
   std::memcpy(message.data() + offsetof(Header, checksum), &checksum, sizeof(checksum));
+}
+
+uint32_t crc32c_of_checked(std::span<const std::byte> message) {
+  Header header;
+  std::memcpy(&header, message.data(), sizeof(header));
+  return crc32c_joined(crc32c(message.first(kCheckedFrom)), header.checksum,
+                       message.size() - kCheckedFrom);
 }
 
 Message parse_message(std::span<const std::byte> bytes, Checksums checksums) {

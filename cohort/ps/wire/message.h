@@ -19,8 +19,17 @@
 
 namespace cohort::ps {
 
+/// Takes a Buffer's own memory back.
+struct BufferDeleter {
+  size_t capacity = 0;  ///< Of memory that is kept; 0: it is not.
+  void operator()(std::byte* bytes) const;
+};
+
 /// Bytes of a message, aligned to 8: its own, or of memory that has another owner. Moved, never
 /// copied.
+///
+/// A large one's memory (128 KiB or more) is kept for later ones, up to 64 MiB in a process: memory
+/// that is fresh from the system costs a page fault every 4 KiB.
 class Buffer {
  public:
   Buffer() = default;
@@ -42,7 +51,7 @@ class Buffer {
   bool is_owner() const { return bytes_ != nullptr; }
 
  private:
-  std::unique_ptr<std::byte[]> bytes_;
+  std::unique_ptr<std::byte[], BufferDeleter> bytes_;
   std::shared_ptr<const void> owner_;
   std::byte* begin_ = nullptr;
   size_t offset_ = 0;
@@ -60,7 +69,9 @@ struct Header {
   static constexpr uint32_t kMagic = 0x31535043;  // "CPS1"
 
   uint32_t magic = kMagic;
-  uint32_t checksum = 0;  ///< CRC-32C of all that follows this field.
+  /// CRC-32C of all that follows this field. Of a reply in shared memory 0: nothing carries its
+  /// bytes.
+  uint32_t checksum = 0;
   MessageKind kind = MessageKind::kPush;
   uint32_t flags = 0;
   uint64_t job = 0;  ///< JobOptions::fingerprint.
@@ -112,6 +123,8 @@ class MessageWriter {
 
   /// Writes the header (its number of sections is known here) and the checksum. The last call.
   Buffer finish(Header header);
+  /// Likewise, of a reply: without a checksum if its memory has another owner.
+  Buffer finish_reply(Header header);
 
  private:
   struct Offsets {
@@ -133,6 +146,9 @@ enum class Checksums { kChecked, kIgnored };
 /// Reads a message of anyone's making: every length is held against the bytes that are there.
 /// Errors: c10::ValueError that says what is wrong with it.
 Message parse_message(std::span<const std::byte> bytes, Checksums checksums = Checksums::kChecked);
+
+/// CRC-32C of all of `message`, whose own checksum is right: read from that, not from its bytes.
+uint32_t crc32c_of_checked(std::span<const std::byte> message);
 
 /// A value of a message.
 struct ValuePosition {

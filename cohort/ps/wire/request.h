@@ -100,6 +100,9 @@ using Done = std::function<void(Reply)>;
 class Channel {
  public:
   virtual ~Channel() = default;
+  /// Memory for a message of `bytes` that will be sent here; where the server reads it, if there is
+  /// such memory. Any thread.
+  virtual Buffer make_buffer(size_t bytes) { return Buffer(bytes); }
   /// Sends `request`; returns at once. After `timeout_ms` > 0 `done` gets kLost at the latest.
   virtual void send(const Request& request, int64_t timeout_ms, Done done) = 0;
 };
