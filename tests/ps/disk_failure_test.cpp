@@ -127,6 +127,47 @@ TEST_F(DiskFailureTest, AFileThatCannotBeSyncedIsLeftToTheSystem) {
   EXPECT_EQ(write_behind.error(), 0);
 }
 
+// Somebody waits for it.
+TEST_F(DiskFailureTest, ASyncThatWasAskedForFailsForWhateverReason) {
+  const std::string path = folder_.path("file");
+  std::ofstream(path) << std::string(100, 'x');
+  for (const int error : {EINVAL, ENOENT}) {
+    std::promise<void> ended;
+    WriteBehind write_behind(1000, [&] { ended.set_value(); });
+    write_behind.begin(error == ENOENT ? folder_.path("none") : path, 0);
+    if (error == EINVAL) disk_calls::fail_next(Call::kFdatasync, error);
+    write_behind.grown_to(100, 1);
+    write_behind.sync_soon();
+    ASSERT_EQ(ended.get_future().wait_for(std::chrono::seconds(30)), std::future_status::ready);
+    EXPECT_EQ(write_behind.error(), error);
+    EXPECT_EQ(write_behind.synced(), 0U);
+  }
+}
+
+TEST_F(DiskFailureTest, ASyncThatWasAskedForKeepsThePages) {
+  const std::string path = folder_.path("file");
+  std::ofstream(path) << std::string(100, 'x');
+  std::promise<void> ended;
+  WriteBehind write_behind(1000, [&] { ended.set_value(); });
+  write_behind.begin(path, 0);
+  write_behind.grown_to(100, 7);
+  write_behind.sync_soon();
+  ASSERT_EQ(ended.get_future().wait_for(std::chrono::seconds(30)), std::future_status::ready);
+  EXPECT_EQ(write_behind.synced(), 7U);
+  EXPECT_EQ(disk_calls::count(Call::kFdatasync, path), 1);
+  EXPECT_EQ(disk_calls::count(Call::kDropPages, path), 0);
+}
+
+TEST_F(DiskFailureTest, AServerThatCannotSyncAPushEndsByName) {
+  Cluster cluster(1, {.durability = Durability::kSynced});
+  const RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
+  disk_calls::fail_next(Call::kFdatasync, EIO);
+  EXPECT_EQ(cluster.ask(0, trainer.push(1)).code, Code::kLost);
+  const auto server = cluster.slot(0).get();
+  const std::string text = message_of<c10::Error>([&] { server->wait(); });
+  EXPECT_NE(text.find("cannot sync: Input/output error"), std::string::npos) << text;
+}
+
 TEST_F(DiskFailureTest, ALogWhoseBytesDidNotReachTheDiskTakesNoMore) {
   UpdateLog log(folder_.path("log"), 1, [](const Record&) {});
   disk_calls::fail_next(Call::kFdatasync, EIO);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Durability::kSynced: acknowledged pushes are on the disk.
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <future>
 #include <gtest/gtest.h>
@@ -60,6 +61,42 @@ TEST(SyncedTest, APushOfAnEarlierStartIsOnTheDiskBeforeItIsAcknowledgedAgain) {
   cluster.start(0);
   trainer.header.server_incarnation = 2;
   EXPECT_EQ(unsynced_at_the_answer(cluster, trainer.push(1)), 0);
+}
+
+// A disk that takes its time: pushes wait for it, and nothing else does.
+TEST(SyncedTest, APullDoesNotWaitForTheDisk) {
+  Cluster cluster(1, {.durability = Durability::kSynced});
+  const RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
+  disk_calls::replace_syncs(3'000'000);
+  auto pushed = cluster.send(0, trainer.push(1));
+  const Reply reply = cluster.ask(0, trainer.pull({1}));
+  EXPECT_EQ(pushed.wait_for(std::chrono::seconds(0)), std::future_status::timeout);
+  EXPECT_EQ(reply.code, Code::kOk);
+  EXPECT_EQ(parse_message(reply.message.span()).sections[0].values[0], 1.0f);
+  EXPECT_EQ(pushed.get().code, Code::kOk);
+  disk_calls::restore_syncs();
+}
+
+// Others might have computed with it, and the server go back behind it.
+TEST(SyncedTest, AStepIsShownWhenItIsOnTheDisk) {
+  Cluster cluster(1, {.durability = Durability::kSynced});
+  const RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kSync), 0);
+  disk_calls::replace_syncs(300'000);
+  auto pushed = cluster.send(0, trainer.push(1));
+  EXPECT_EQ(unsynced_at_the_answer(cluster, trainer.pull({1}, 1)), 0);
+  EXPECT_EQ(pushed.get().code, Code::kOk);
+  disk_calls::restore_syncs();
+}
+
+// A stopped server has answered what it had taken.
+TEST(SyncedTest, PushesBeforeAStopAreAcknowledged) {
+  Cluster cluster(1, {.durability = Durability::kSynced});
+  const RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
+  disk_calls::replace_syncs(300'000);
+  auto pushed = cluster.send(0, trainer.push(1));
+  EXPECT_EQ(cluster.ask(0, {.call = Call::kStop}).code, Code::kOk);
+  EXPECT_EQ(pushed.get().code, Code::kOk);
+  disk_calls::restore_syncs();
 }
 
 }  // namespace synced_test

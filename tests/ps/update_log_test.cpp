@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "cohort/base/error.h"
+#include "cohort/ps/crc32c.h"
 
 #include "tests/ps/file_size_limit.h"
 #include "tests/ps/scratch_folder.h"
@@ -94,6 +95,22 @@ TEST(UpdateLogTest, WhatWasAppendedIsReplayedAndGoesOn) {
   expected.insert(expected.end(), more.begin(), more.end());
   EXPECT_EQ(records_of(folder.path("log")), expected);
   EXPECT_EQ(records_of(folder.path("log"), 45).size(), 6U);
+}
+
+TEST(UpdateLogTest, AChecksumThatIsKnownIsWrittenAsItIs) {
+  const ScratchFolder folder;
+  const std::string payload = "payload";
+  const auto bytes = std::as_bytes(std::span(payload));
+  for (const uint32_t wrong : {0U, 1U}) {
+    const std::string path = folder.path(std::to_string(wrong));
+    UpdateLog(path, 1, [](const Record&) {
+    }).append(RecordKind::kPush, 5, bytes, crc32c(bytes) + wrong);
+    const std::string text = message_of<ConfigError>([&] {
+      EXPECT_EQ(records_of(path), std::vector<Copy>({{1, RecordKind::kPush, 5, payload}}));
+    });
+    EXPECT_EQ(text.find("the checksum of record 1 does not fit") != std::string::npos, wrong != 0)
+        << text;
+  }
 }
 
 TEST(UpdateLogTest, AFileCutAnywhereInItsLastRecordHoldsTheOthers) {

@@ -122,8 +122,9 @@ uint64_t next_incarnation(const std::string& folder) {
 
 }  // namespace
 
-DurableState::DurableState(const ServerOptions& options, const Log& log)
-    : options_(options), log_(log), state_(empty_state()) {
+DurableState::DurableState(const ServerOptions& options, const Log& log,
+                           std::function<void()> synced)
+    : options_(options), log_(log), state_(empty_state()), on_synced_(std::move(synced)) {
   if (options_.folder.empty()) {
     TORCH_CHECK_VALUE(options_.durability == Durability::kApplied,
                       "server: without a folder there is no log");
@@ -266,7 +267,7 @@ void DurableState::recover() {
                           last_time_ = record.time;
                           ++replayed;
                         },
-                        power_cut());
+                        power_cut(), on_synced_);
     if (!update_log_->cut_off_text().empty())
       log_.warn(
           "a power cut damaged the end of the log: it continues after its last complete record",
@@ -274,8 +275,8 @@ void DurableState::recover() {
     write_atomically(boot_path(options_.folder).string(), boot_id() + "\n");
   }
   // Pushes that an earlier start had logged but not synced are acknowledged when they are repeated.
-  unsynced_ = replayed > 0;
-  sync();
+  if (replayed > 0) sync();
+  sync_begun_ = synced_at_start_ = last_number_;
   const fs::path job = job_path(options_.folder);
   if (!state_.job() && fs::exists(job))
     throw ConfigError(options_.folder + ": its log is gone: expected the job that " + job.string() +
@@ -313,8 +314,9 @@ void DurableState::change(RecordKind kind, std::span<const std::byte> payload,
                 .message = std::move(message)};
   kill_point("before the log");
   if (update_log_) {
+    // A message's bytes were read when it was checked.
+    if (record.message) record.checksum = crc32c_of_checked(payload);
     record.number = append(record);
-    unsynced_ = true;
   }
   kill_point("after the log");
   is_broken_ = true;  // Unless it is applied.
@@ -326,7 +328,8 @@ void DurableState::change(RecordKind kind, std::span<const std::byte> payload,
 
 uint64_t DurableState::append(const Record& record) {
   try {
-    const uint64_t number = update_log_->append(record.kind, record.time, record.payload);
+    const uint64_t number =
+        update_log_->append(record.kind, record.time, record.payload, record.checksum);
     log_failure_.clear();
     return number;
   } catch (const std::exception& error) {
@@ -336,9 +339,21 @@ uint64_t DurableState::append(const Record& record) {
 }
 
 void DurableState::sync() {
-  if (options_.durability != Durability::kSynced || !unsynced_) return;
+  if (options_.durability != Durability::kSynced) return;
   update_log_->sync();
-  unsynced_ = false;
+}
+
+void DurableState::begin_sync() {
+  if (options_.durability != Durability::kSynced) return;
+  update_log_->check_disk();
+  if (sync_begun_ == last_number_) return;
+  sync_begun_ = last_number_;
+  update_log_->sync_soon();
+}
+
+uint64_t DurableState::durable_number() const {
+  if (options_.durability != Durability::kSynced) return last_number_;
+  return std::max(synced_at_start_, update_log_->synced());
 }
 
 // A whole state on disk at `path`, or nothing of it.

@@ -30,15 +30,15 @@ namespace cohort::ps {
 /// Threads: one, also for the tasks' results.
 class DurableState {
  public:
-  /// Recovers.
+  /// Recovers. `synced`: called on another thread when what begin_sync() began has ended.
   /// Errors: as Server's constructor.
-  DurableState(const ServerOptions& options, const Log& log);
+  DurableState(const ServerOptions& options, const Log& log, std::function<void()> synced = {});
 
   const ParameterState& state() const { return state_; }
   /// Of the server: greater with every start in this folder.
   uint64_t incarnation() const { return incarnation_; }
 
-  /// Logs a record and applies it.
+  /// Logs a record and applies it. `message`: a push's, which was checked and is the payload.
   /// Errors: c10::Error if it cannot be logged: nothing has changed.
   void change(RecordKind kind, std::span<const std::byte> payload,
               std::shared_ptr<const Buffer> message = nullptr);
@@ -51,8 +51,17 @@ class DurableState {
   /// Errors: ConfigError that names what is missing or damaged: the state in memory is then
   ///         incomplete and must not be used; the folder holds the state before.
   void restore(const std::string& checkpoint);
-  /// Syncs the log, if the options ask for that.
+  /// If the options ask for syncs, that is if only what the disk has may be acknowledged: syncs the
+  /// log.
+  /// Errors: c10::Error if the disk has refused what was logged.
   void sync();
+  /// Likewise: begins a sync, unless one that covers all records has begun. Does not block.
+  /// Errors: likewise.
+  void begin_sync();
+  /// Number of the last record.
+  uint64_t last_number() const { return last_number_; }
+  /// That of the last one that may be acknowledged.
+  uint64_t durable_number() const;
 
   /// Begins this server's part of save `nonce` in `folder` (saved_state.h; made, replaced if it is
   /// there). `done` gets "" or why there is none; nothing of it is left then.
@@ -95,7 +104,9 @@ class DurableState {
   uint32_t last_time_ = 0;
   int64_t snapshot_at_bytes_ = 0;  // Of the log when the newest whole snapshot began.
   std::chrono::steady_clock::time_point next_snapshot_{};  // Not before, after one that failed.
-  bool unsynced_ = false;
+  uint64_t sync_begun_ = 0;                                // Up to this record.
+  uint64_t synced_at_start_ = 0;
+  std::function<void()> on_synced_;
   bool is_broken_ = false;
   std::string log_failure_;
   std::unique_ptr<ForkedTask> saving_;

@@ -50,8 +50,12 @@ Code code_of(const std::exception& error, Code of_system) {
 
 }  // namespace
 
-RequestHandler::RequestHandler(const ServerOptions& options, const Log& log)
-    : options_(options), log_(log), durable_(options, log), arrival_check_(options) {
+RequestHandler::RequestHandler(const ServerOptions& options, const Log& log,
+                               std::function<void()> wake)
+    : options_(options),
+      log_(log),
+      durable_(options, log, std::move(wake)),
+      arrival_check_(options) {
   arrival_check_.set_job(durable_.state().shard().declared_job());
   last_eviction_ = last_tick_ = activity_.started;
   // Members have trainer_timeout to come back.
@@ -216,7 +220,7 @@ void RequestHandler::push(Pending& pending) {
     note_confirmed(header.trainer, header.sequence);
   if (header.sequence <= last) {
     ++activity_.counts.duplicates;
-    return unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
+    return acknowledge(pending, reply(Code::kOk));
   }
   // The open step's pushes are always accepted, so that it can close.
   const bool is_early = state.job()->mode == Mode::kSync && header.sequence > state.steps() + 1;
@@ -225,7 +229,7 @@ void RequestHandler::push(Pending& pending) {
   durable_.change(RecordKind::kPush, pending.request.message->span(), pending.request.message);
   ++activity_.counts.pushes;
   activity_.counts.rows_pushed += rows_in(pending.message);
-  unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
+  acknowledge(pending, reply(Code::kOk));
 }
 
 void RequestHandler::process_out_of_order(uint32_t trainer) {
@@ -248,6 +252,10 @@ bool RequestHandler::has_room(const Pending& pending) const {
          kept_bytes_ + bytes_of_message(pending) <= options_.max_queue_bytes / 2;
 }
 
+void RequestHandler::acknowledge(Pending& pending, Reply reply) {
+  unsynced_.push_back({durable_.last_number(), std::move(pending.done), std::move(reply)});
+}
+
 void RequestHandler::wait(Pending& pending, uint64_t step) {
   if (!has_room(pending)) return pending.done(reply(Code::kBusy, "too many requests are waiting"));
   kept_bytes_ += bytes_of_message(pending);
@@ -258,7 +266,7 @@ void RequestHandler::initial(Pending& pending) {
   // Repeated after a lost reply, or by a restarted trainer 0: the first values count.
   if (!durable_.state().is_initialised())
     durable_.change(RecordKind::kInitial, pending.request.message->span());
-  unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
+  acknowledge(pending, reply(Code::kOk));
 }
 
 void RequestHandler::pull(Pending& pending) {
@@ -276,7 +284,9 @@ void RequestHandler::pull(Pending& pending) {
                           !(header.flags & kPrediction);
   const bool too_far = is_bounded && state.members().lead_of(header.trainer) >
                                          static_cast<uint64_t>(job.max_staleness);
-  if (!state.is_initialised() || too_early || too_far) return wait(pending);
+  // A step that a power failure could open again is not shown.
+  const bool too_new = closed_at_ > durable_.durable_number();
+  if (!state.is_initialised() || too_early || too_far || too_new) return wait(pending);
   const int64_t bytes = pending.job->answer_bytes(pending.message);
   // A single reply is always sent, however large.
   const int64_t held = *reply_bytes_;
@@ -351,7 +361,7 @@ void RequestHandler::join(Pending& pending) {
                                      ": it was dropped, or another process uses its number"));
     }
   }
-  unsynced_.push_back({std::move(pending.done), join_reply(request.trainer)});
+  acknowledge(pending, join_reply(request.trainer));
 }
 
 Reply RequestHandler::join_reply(uint32_t id) const {
@@ -370,7 +380,7 @@ void RequestHandler::confirm(Pending& pending) {
   if (auto refused = membership_error(id, pending.request.incarnation))
     return pending.done(std::move(*refused));
   note_confirmed(id, pending.request.step);
-  unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
+  acknowledge(pending, reply(Code::kOk));
 }
 
 void RequestHandler::restore(Pending& pending) {
@@ -434,8 +444,10 @@ void RequestHandler::close_confirmed(Time now) {
   };
   try {
     while (failure_.empty() && state.job() && state.job()->mode == Mode::kSync &&
-           state.is_step_complete() && is_confirmed())
+           state.is_step_complete() && is_confirmed()) {
       durable_.change(RecordKind::kClose, {});
+      closed_at_ = durable_.last_number();
+    }
   } catch (const std::exception& error) {
     if (durable_.is_broken()) throw;
     // A full disk, for example: the next batch retries.
@@ -460,7 +472,7 @@ void RequestHandler::leave(Pending& pending) {
     last_message_.erase(pending.request.trainer);
     log_.info("trainer left", {{"trainer", pending.request.trainer}});
   }
-  unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
+  acknowledge(pending, reply(Code::kOk));
 }
 
 void RequestHandler::save(Pending& pending) {
@@ -532,10 +544,15 @@ std::string RequestHandler::waiting_for() const {
 
 void RequestHandler::finish_batch(Time now) {
   close_confirmed(now);
-  durable_.sync();
+  if (stopped_) {
+    durable_.sync();
+  } else {
+    durable_.begin_sync();
+  }
   kill_point("before the answer");
-  for (Unsynced& answer : unsynced_) answer.done(std::move(answer.reply));
-  unsynced_.clear();
+  const uint64_t durable = durable_.durable_number();
+  for (; !unsynced_.empty() && unsynced_.front().number <= durable; unsynced_.pop_front())
+    unsynced_.front().done(std::move(unsynced_.front().reply));
   answer_waiting();
   end_long_polls(now);
 }

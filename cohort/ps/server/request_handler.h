@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <map>
 #include <memory>
@@ -25,9 +26,9 @@ class RequestHandler {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
-  /// Recovers the state.
+  /// Recovers the state. `wake`: called on another thread when finish_batch() should be called.
   /// Errors: as Server's constructor.
-  RequestHandler(const ServerOptions& options, const Log& log);
+  RequestHandler(const ServerOptions& options, const Log& log, std::function<void()> wake = {});
   ~RequestHandler();
 
   /// Makes of requests what `handle` takes. Any thread.
@@ -36,8 +37,8 @@ class RequestHandler {
   /// Replies to it, or keeps it for later.
   /// Errors: those that end the server; the request gets a reply first.
   void handle(Pending pending);
-  /// After each batch of requests: syncs the log, acknowledges what waited for that, and replies to
-  /// waiting requests that can proceed.
+  /// After each batch of requests: begins a sync of the log, acknowledges what an earlier one has
+  /// covered, and replies to waiting requests that can proceed.
   void finish_batch(Time now);
   /// A few times a second: detects lost trainers and, unless the job has failed, starts evictions
   /// and snapshots.
@@ -65,6 +66,8 @@ class RequestHandler {
 
   void process_out_of_order(uint32_t trainer);
   bool has_room(const Pending& pending) const;
+  /// Acknowledges it once all records so far are as durable as the options ask for.
+  void acknowledge(Pending& pending, Reply reply);
   /// Keeps the request until `step` is closed; 0: until the next batch.
   void wait(Pending& pending, uint64_t step = 0);
   void answer_waiting();
@@ -106,12 +109,14 @@ class RequestHandler {
   // Pushes that arrived before an earlier one of their trainer: by trainer and sequence.
   std::multimap<std::pair<uint32_t, uint64_t>, Pending> out_of_order_;
   int64_t kept_bytes_ = 0;  // Of messages in the two.
-  // Applied; answered after the next sync.
+  // Applied; answered when record `number` may be acknowledged.
   struct Unsynced {
+    uint64_t number;
     Done done;
     Reply reply;
   };
   std::list<Unsynced> unsynced_;
+  uint64_t closed_at_ = 0;            // Record of the last step that was closed since the start.
   std::string failure_;               // Why the job cannot continue.
   std::optional<Time> job_since_;     // When it was first seen by this process.
   bool initial_load_failed_ = false;  // The checkpoint to begin with could not be loaded.

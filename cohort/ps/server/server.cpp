@@ -28,7 +28,7 @@ constexpr milliseconds kTick{100};
 class Server::Owner {
  public:
   Owner(const ServerOptions& options, const Log& log)
-      : max_queue_bytes_(options.max_queue_bytes), handler_(options, log) {
+      : max_queue_bytes_(options.max_queue_bytes), handler_(options, log, [this] { wake(); }) {
     thread_ = std::jthread([this] { run(); });
     pthread_setname_np(thread_.native_handle(), "ps-owner");
   }
@@ -79,6 +79,13 @@ class Server::Owner {
     return static_cast<int64_t>(message ? message->size() : pending.request.text.size());
   }
 
+  // From the thread of the log, when the disk has what answers wait for.
+  void wake() {
+    const std::lock_guard lock(mutex_);
+    woken_ = true;
+    wake_.notify_one();
+  }
+
   bool is_stopping() {
     const std::lock_guard lock(mutex_);
     return stopping_;
@@ -88,7 +95,8 @@ class Server::Owner {
   std::vector<Pending> take(steady_clock::time_point until) {
     std::vector<Pending> batch;
     std::unique_lock lock(mutex_);
-    wake_.wait_until(lock, until, [this] { return stopping_ || !queue_.empty(); });
+    wake_.wait_until(lock, until, [this] { return stopping_ || woken_ || !queue_.empty(); });
+    woken_ = false;
     batch.swap(queue_);
     return batch;
   }
@@ -139,6 +147,7 @@ class Server::Owner {
   std::condition_variable wake_, ended_;
   std::vector<Pending> queue_;
   std::atomic<int64_t> queued_bytes_ = 0;  // Of messages that are not handled, taken or not.
+  bool woken_ = false;
   bool stopping_ = false;
   bool has_ended_ = false;
   std::exception_ptr error_;

@@ -13,6 +13,7 @@
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
 #include "cohort/base/atomic_file.h"
@@ -58,12 +59,13 @@ int64_t bytes_of(const Record& record) {
 }
 
 RecordHeader header_of(const Record& record, uint64_t synced) {
-  RecordHeader header{.number = record.number,
-                      .synced = synced,
-                      .kind = record.kind,
-                      .time = record.time,
-                      .bytes = static_cast<uint32_t>(record.payload.size()),
-                      .payload_checksum = crc32c(record.payload)};
+  RecordHeader header{
+      .number = record.number,
+      .synced = synced,
+      .kind = record.kind,
+      .time = record.time,
+      .bytes = static_cast<uint32_t>(record.payload.size()),
+      .payload_checksum = record.checksum ? *record.checksum : crc32c(record.payload)};
   header.header_checksum = checksum_of(header);
   return header;
 }
@@ -236,8 +238,11 @@ std::vector<Segment> segments_from(const std::string& folder, uint64_t from) {
 }  // namespace
 
 UpdateLog::UpdateLog(const std::string& folder, uint64_t from,
-                     const std::function<void(const Record&)>& visit, PowerCut power_cut)
-    : folder_(folder), next_number_(from) {
+                     const std::function<void(const Record&)>& visit, PowerCut power_cut,
+                     std::function<void()> synced)
+    : folder_(folder),
+      write_behind_(WriteBehind::kWindowBytes, std::move(synced)),
+      next_number_(from) {
   make_folder(folder);
   const auto segments = segments_from(folder, from);
   for (size_t i = 0; i < segments.size(); ++i) {
@@ -327,16 +332,15 @@ bool UpdateLog::cut_off() {
          ::lseek(file_.get(), segment_bytes_, SEEK_SET) == segment_bytes_;
 }
 
-uint64_t UpdateLog::append(RecordKind kind, uint32_t time, std::span<const std::byte> payload) {
+uint64_t UpdateLog::append(RecordKind kind, uint32_t time, std::span<const std::byte> payload,
+                           std::optional<uint32_t> checksum) {
   TORCH_CHECK_VALUE(payload.size() < (size_t{1} << 31), "log: a record of ", payload.size(),
                     " bytes; expected less than 2 GiB");
   check_disk();
-  const Record record{.number = next_number_, .kind = kind, .time = time, .payload = payload};
+  const Record record{
+      .number = next_number_, .kind = kind, .time = time, .payload = payload, .checksum = checksum};
   // Nothing may follow half a record.
-  const int error =
-      is_torn_ && !cut_off()
-          ? EIO
-          : write_record(file_.get(), record, std::max(synced_, write_behind_.synced()));
+  const int error = is_torn_ && !cut_off() ? EIO : write_record(file_.get(), record, synced());
   is_torn_ = error != 0 && !cut_off();
   if (error != 0) throw_without_stack(path_ + ": cannot write: " + system_reason(error));
   segment_bytes_ += bytes_of(record);

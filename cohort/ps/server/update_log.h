@@ -13,10 +13,12 @@
 // them. Then the log is cut off where damage begins, unless a later record says that a sync had
 // covered the damaged part.
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -43,6 +45,7 @@ struct Record {
   std::span<const std::byte> payload{};  ///< Aligned to 8.
   /// What the payload lies in, where others may hold it for longer than the record is there.
   std::shared_ptr<const Buffer> message{};
+  std::optional<uint32_t> checksum{};  ///< Of the payload, where it is known.
 };
 
 /// Whether the system that wrote a log may have lost what it had not synced.
@@ -54,23 +57,30 @@ class UpdateLog {
  public:
   /// Reads the records of `folder` from number `from` on, in order, through `visit`, cuts off an
   /// unfinished last one, or what a power cut damaged, and opens the log behind them. The folder is
-  /// made if it is not there.
+  /// made if it is not there. `synced`: called on another thread when a sync that sync_soon() asked
+  /// for has ended.
   /// Errors: ConfigError that names file and offset: damage, or records missing.
   UpdateLog(const std::string& folder, uint64_t from,
             const std::function<void(const Record&)>& visit,
-            PowerCut power_cut = PowerCut::kImpossible);
+            PowerCut power_cut = PowerCut::kImpossible, std::function<void()> synced = {});
 
   /// What was cut off as the trace of a power cut: file, offset and damage; "" if nothing was.
   const std::string& cut_off_text() const { return cut_off_text_; }
 
   /// Hands a record to the system: it survives the death of this process.
+  /// `checksum`: of the payload, where it is known.
   /// Returns: its number.
   /// Errors:  c10::Error that names the file and the system's reason (a full disk); unless the log
   ///          is broken it is then as before, and the next record may be tried.
-  uint64_t append(RecordKind kind, uint32_t time, std::span<const std::byte> payload);
+  uint64_t append(RecordKind kind, uint32_t time, std::span<const std::byte> payload,
+                  std::optional<uint32_t> checksum = std::nullopt);
   /// Waits until the disk has all records: they survive the loss of power.
   /// Errors: c10::Error that names the file and the system's reason; the log is broken then.
   void sync();
+  /// Asks another thread for a sync of all records that there are. Does not block.
+  void sync_soon() { write_behind_.sync_soon(); }
+  /// The last record that a sync has covered since the start; 0: none.
+  uint64_t synced() const { return std::max(synced_, write_behind_.synced()); }
   /// Whether the disk has refused what was handed to the system before. Which records it has is not
   /// known then, and a later sync would not tell: append, sync and begin_segment throw from then
   /// on.

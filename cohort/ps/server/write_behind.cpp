@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <fcntl.h>
 #include <unistd.h>
+#include <utility>
 
 #include "cohort/base/fd.h"
 
@@ -18,8 +19,8 @@ bool is_of_the_call(int error) {
 
 }  // namespace
 
-WriteBehind::WriteBehind(int64_t window_bytes)
-    : window_bytes_(window_bytes), thread_([this] { work(); }) {}
+WriteBehind::WriteBehind(int64_t window_bytes, std::function<void()> synced)
+    : window_bytes_(window_bytes), on_synced_(std::move(synced)), thread_([this] { work(); }) {}
 
 WriteBehind::~WriteBehind() {
   {
@@ -33,7 +34,7 @@ WriteBehind::~WriteBehind() {
 void WriteBehind::begin(const std::string& path, int64_t bytes) {
   const std::lock_guard lock(mutex_);
   path_ = path;
-  handled_ = bytes_ = bytes;
+  handled_ = bytes_ = dropped_ = bytes;
 }
 
 void WriteBehind::grown_to(int64_t bytes, uint64_t number) {
@@ -47,34 +48,53 @@ void WriteBehind::grown_to(int64_t bytes, uint64_t number) {
   if (due) changed_.notify_one();
 }
 
+void WriteBehind::sync_soon() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_asked_ = true;
+  }
+  changed_.notify_one();
+}
+
 void WriteBehind::work() {
   ::pthread_setname_np(::pthread_self(), "ps-log");
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait_for(lock, kPeriod,
-                      [this] { return ends_ || bytes_ - handled_ >= window_bytes_; });
+                      [this] { return ends_ || is_asked_ || bytes_ - handled_ >= window_bytes_; });
     if (ends_) return;
-    if (bytes_ == handled_) continue;
+    const bool is_asked = std::exchange(is_asked_, false);
+    if (bytes_ == handled_ && !is_asked) continue;
     handled_ = bytes_;
+    // Not behind each push: the last page would have to be read again for the next one.
+    const bool drops = !is_asked || bytes_ - dropped_ >= window_bytes_;
+    if (drops) dropped_ = bytes_;
     const std::string path = path_;
     const int64_t bytes = bytes_;
     const uint64_t number = number_;
     lock.unlock();
-    sync(path, bytes, number);
+    sync(path, bytes, number, is_asked, drops);
+    if (is_asked && on_synced_) on_synced_();
     lock.lock();
   }
 }
 
 // The file is opened again: an error of the disk is reported once per opening, and the log must see
 // it, too. After an error nothing is let go: what the disk has not got is in memory alone.
-void WriteBehind::sync(const std::string& path, int64_t bytes, uint64_t number) {
+void WriteBehind::sync(const std::string& path, int64_t bytes, uint64_t number, bool is_asked,
+                       bool drops) {
+  if (error_ != 0) return;
   const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (!file || error_ != 0) return;
+  if (!file) {
+    if (is_asked) error_ = errno;
+    return;
+  }
   if (::fdatasync(file.get()) != 0) {
-    if (!is_of_the_call(errno)) error_ = errno;
+    if (is_asked || !is_of_the_call(errno)) error_ = errno;
     return;
   }
   synced_ = number;
+  if (!drops) return;
   ::posix_fadvise(file.get(), 0, bytes, POSIX_FADV_DONTNEED);
 }
 

@@ -9,21 +9,24 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
 
 namespace cohort::ps {
 
-/// Syncs every kWindowBytes or kPeriod; later if the disk does not keep up. An error of the disk is
-/// kept for the caller, because the system reports it once.
+/// Syncs every kWindowBytes or kPeriod, and when it is asked to; later if the disk does not keep up.
+/// An error of the disk is kept for the caller, because the system reports it once.
 /// Threads: one caller; the work is on a thread of its own.
 class WriteBehind {
  public:
   static constexpr int64_t kWindowBytes = int64_t{32} << 20;
   static constexpr std::chrono::milliseconds kPeriod{1000};
 
-  explicit WriteBehind(int64_t window_bytes = kWindowBytes);
+  /// `synced`: called behind each sync that was asked for, on this object's thread, whether it
+  /// succeeded or not; may be empty.
+  explicit WriteBehind(int64_t window_bytes = kWindowBytes, std::function<void()> synced = {});
   /// Waits for the sync that is on its way.
   ~WriteBehind();
   WriteBehind(const WriteBehind&) = delete;
@@ -33,22 +36,29 @@ class WriteBehind {
   void begin(const std::string& path, int64_t bytes);
   /// The file has grown to `bytes`; `number` is the last record in it. Does not block.
   void grown_to(int64_t bytes, uint64_t number);
+  /// Asks for a sync of what the file has now. If one is under way, another one follows. Does not
+  /// block.
+  void sync_soon();
   /// The last record that a sync of the disk has covered; 0: none.
   uint64_t synced() const { return synced_; }
-  /// The number of errno with which the disk refused what was sent to it, at any time; 0: none.
+  /// The number of errno with which the disk refused what was sent to it, at any time, or with which
+  /// a sync that was asked for failed, for whatever reason; 0: none.
   int error() const { return error_; }
 
  private:
   void work();
-  void sync(const std::string& path, int64_t bytes, uint64_t number);
+  void sync(const std::string& path, int64_t bytes, uint64_t number, bool is_asked, bool drops);
 
   const int64_t window_bytes_;
+  const std::function<void()> on_synced_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::string path_;  // Guarded by mutex_, like what follows.
   int64_t handled_ = 0;
   int64_t bytes_ = 0;
+  int64_t dropped_ = 0;  // Bytes from the file's begin that were let go.
   uint64_t number_ = 0;
+  bool is_asked_ = false;
   bool ends_ = false;
   std::atomic<uint64_t> synced_ = 0;
   std::atomic<int> error_ = 0;
