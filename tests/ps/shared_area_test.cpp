@@ -389,7 +389,7 @@ TEST(SharedAreaTest, AMessageIsSentFromWhereItWasWritten) {
   EXPECT_EQ(channel->make_buffer(size_t{1} << 15).data(), place) << "it is free again";
 }
 
-TEST(SharedAreaTest, AMessageWhoseCallWasGivenUpIsSentAgainAndItsMemoryNotUsedAgain) {
+TEST(SharedAreaTest, AMessageOfAGivenUpCallIsSentAgain) {
   Cluster cluster(1);
   const std::string endpoint = "unix:" + cluster.path("socket");
   const RpcServer rpc(*cluster.slot(0).get(), {.endpoint = endpoint});

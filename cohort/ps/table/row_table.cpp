@@ -95,37 +95,36 @@ struct RowTable::Rows {
   }
 
   // Calls `work(i, hash, row or nullptr)` for each id in order. What the memory must fetch for it
-  // is asked for before: the index of a group of ids, then the rows of the group before it, while
-  // the group before that one is worked on. Larger groups ask for more than the CPU has room for.
+  // is asked for before: its place in the index 2 x kAhead ids before, its row kAhead before. One id
+  // at a time: what several ask for at once is more than the CPU has room for.
   template <class Work>
   void walk(std::span<const uint64_t> ids, const Work& work) const {
-    constexpr size_t kGroup = 8;
+    constexpr size_t kAhead = 16;
     struct Asked {
       uint64_t hash;
       uint64_t value;
     };
-    std::array<Asked, 4 * kGroup> asked{};
-    const size_t groups = (ids.size() + kGroup - 1) / kGroup;
-    const auto for_group = [&](size_t group, const auto& step) {
-      if (group >= groups) return;  // Also those before the first.
-      const size_t end = std::min(ids.size(), (group + 1) * kGroup);
-      for (size_t i = group * kGroup; i < end; ++i) step(i, asked[i % asked.size()]);
-    };
-    for (size_t group = 0; group < groups + 2; ++group) {
-      for_group(group, [&](size_t i, Asked& entry) {
-        entry.hash = splitmix64_finalizer(ids[i]);
-        index.prefetch(entry.hash);
-      });
-      for_group(group - 1, [&](size_t /*i*/, Asked& entry) {
-        entry.value = index.find(entry.hash, always);  // Perhaps another id's.
-        if (entry.value != 0) slabs.prefetch(static_cast<uint32_t>(entry.value - 1));
-      });
-      for_group(group - 2, [&](size_t i, const Asked& entry) {
+    std::array<Asked, 2 * kAhead> asked{};
+    const auto entry_of = [&](size_t i) -> Asked& { return asked[i % asked.size()]; };
+    for (size_t i = 0; i < ids.size() + 2 * kAhead; ++i) {
+      if (const size_t third = i - 2 * kAhead; third < ids.size()) {  // Not those before the first.
+        const Asked& entry = entry_of(third);
         Row* row = entry.value != 0 ? at(entry.value) : nullptr;
         // `work` may have changed the table since.
-        if (row == nullptr || row->id != ids[i] || row->pushes == 0) row = find(ids[i], entry.hash);
-        work(i, entry.hash, row);
-      });
+        if (row == nullptr || row->id != ids[third] || row->pushes == 0)
+          row = find(ids[third], entry.hash);
+        work(third, entry.hash, row);
+      }
+      if (i < ids.size()) {
+        Asked& entry = entry_of(i);
+        entry.hash = splitmix64_finalizer(ids[i]);
+        index.prefetch(entry.hash);
+      }
+      if (const size_t second = i - kAhead; second < ids.size()) {
+        Asked& entry = entry_of(second);
+        entry.value = index.find(entry.hash, always);  // Perhaps another id's.
+        if (entry.value != 0) slabs.prefetch(static_cast<uint32_t>(entry.value - 1));
+      }
     }
   }
 
