@@ -564,10 +564,22 @@ void check_packed(const at::Tensor& x, const SentenceRows& rows, int64_t batch) 
                     " rows of sentences, got lengths of ", sum);
 }
 
+// Packed rows as padded ones [B, longest, ...]; without padding they are that.
 at::Tensor padded_rows(const at::Tensor& x, const SentenceRows& rows) {
-  const int64_t batch = rows.lengths_B.size(0);
-  return MovedRows<RowKind::kPadded>::apply(x, rows.elements_N, batch * rows.longest)
-      .view({batch, rows.longest, x.size(1)});
+  const int64_t batch = rows.lengths_B.size(0), elements = batch * rows.longest;
+  const at::Tensor padded =
+      x.size(0) == elements
+          ? x
+          : at::Tensor(MovedRows<RowKind::kPadded>::apply(x, rows.elements_N, elements));
+  return padded.reshape({batch, rows.longest, x.size(1)});
+}
+
+// The other way.
+at::Tensor packed_rows(const at::Tensor& x, const SentenceRows& rows) {
+  const int64_t elements = x.size(0) * x.size(1);
+  const at::Tensor padded = x.reshape({elements, x.size(2)});
+  if (rows.elements_N.size(0) == elements) return padded;
+  return MovedRows<RowKind::kPacked>::apply(padded, rows.elements_N, elements);
 }
 
 // As operands_of takes x and kv, with the rows of both.
@@ -590,8 +602,7 @@ at::Tensor attention_of(const at::Tensor& x, const SentenceRows& of_queries, con
           padded_rows(x, of_queries), {.lengths_B = of_queries.lengths_B, .longest = queries},
           kv.defined() ? padded_rows(kv, of_keys) : kv, {.lengths_B = lengths_B, .longest = keys},
           options, stream);
-      return MovedRows<RowKind::kPacked>::apply(out.view({batch * queries, width}),
-                                                of_queries.elements_N, batch * queries);
+      return packed_rows(out, of_queries);
     }
   } else {
     check_lengths(lengths_B, batch, keys, x);

@@ -4,7 +4,8 @@
 // device. Tensors of another device than these, or of two, are a c10::ValueError. Numbers that index
 // (lengths, labels) are checked on the CPU alone: elsewhere that would wait for the device. Second
 // derivatives (create_graph) are refused by a c10::NotImplementedError. Legend: B
-// sentences, H heads, Q queries, K keys, N rows, D model width, V vocabulary.
+// sentences, H heads, Q queries, K keys, N rows (packed ones, see SentenceRows, of keys: M), D model
+// width, V vocabulary.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
@@ -151,8 +152,9 @@ at::Tensor self_attention(const at::Tensor& qkv_BTE, const at::Tensor& key_lengt
 struct SentenceRows {
   at::Tensor lengths_B;  ///< int64 in [1, longest].
   int64_t longest = 0;
-  at::Tensor elements_N;  ///< int64, as many as lengths_B adds up to: which element of [B, longest]
-                          ///< each packed row is. Undefined: rows are padded.
+  /// int64, as many as lengths_B adds up to: which element of [B, longest] each packed row is. These are
+  /// each sentence's first, as many as its length says, in order. Undefined: rows are padded.
+  at::Tensor elements_N;
   bool packed() const { return elements_N.defined(); }
 };
 

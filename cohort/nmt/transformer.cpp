@@ -99,6 +99,12 @@ SeenRows see_sentences(const at::Tensor& kv_BSE, const at::Tensor& lengths_B, in
   return seen;
 }
 
+// Which elements of [B, longest] belong to sentences.
+at::Tensor rows_of_sentences(const at::Tensor& lengths_B, int64_t longest) {
+  const at::Tensor position = at::arange(longest, lengths_B.options());
+  return at::nonzero((position < lengths_B.unsqueeze(1)).view({-1})).squeeze(1);
+}
+
 // Copies a step's numbers to the model's device, all at once. Returns the tokens there.
 at::Tensor copy_step(const at::Tensor& last_N, DecoderState& state) {
   std::vector<int64_t> sentences, continued;
@@ -118,12 +124,10 @@ at::Tensor copy_step(const at::Tensor& last_N, DecoderState& state) {
 
 Batch Batch::with_rows() const {
   Batch batch = *this;
-  if (!label_rows_N.defined()) batch.label_rows_N = at::nonzero(labels_BT.reshape({-1})).squeeze(1);
-  if (!source_rows_N.defined()) {
-    const at::Tensor position = at::arange(source_BS.size(1), source_lengths_B.options());
-    batch.source_rows_N =
-        at::nonzero((position < source_lengths_B.unsqueeze(1)).view({-1})).squeeze(1);
-  }
+  if (!label_rows_N.defined())
+    batch.label_rows_N = rows_of_sentences(target_lengths_B, labels_BT.size(1));
+  if (!source_rows_N.defined())
+    batch.source_rows_N = rows_of_sentences(source_lengths_B, source_BS.size(1));
   return batch;
 }
 
@@ -616,15 +620,19 @@ at::Tensor TransformerImpl::encode_rows(const at::Tensor& source_BS, const Sente
 
 std::pair<at::Tensor, at::Tensor> TransformerImpl::labelled_states(const Batch& batch) {
   check_range("target lengths", batch.target_lengths_B, 1, batch.input_BT.size(1));
-  check_range("labels", batch.labels_BT, 0, options_.dim_vocab_target - 1);
   check_range("target ids", batch.input_BT, 0, options_.dim_vocab_target - 1);
-  const Batch whole = batch.with_rows();
   SentenceRows source{.lengths_B = batch.source_lengths_B, .longest = batch.source_BS.size(1)};
   SentenceRows target{.lengths_B = batch.target_lengths_B, .longest = batch.input_BT.size(1)};
+  at::Tensor rows = batch.label_rows_N;
   if (at::GradMode::is_enabled()) {
+    const Batch whole = batch.with_rows();
     source.elements_N = whole.source_rows_N;
-    target.elements_N = whole.label_rows_N;
+    target.elements_N = rows = whole.label_rows_N;
+  } else if (!rows.defined()) {
+    rows = rows_of_sentences(batch.target_lengths_B, batch.labels_BT.size(1));
   }
+  const at::Tensor labels_N = batch.labels_BT.reshape({-1}).index_select(0, rows);
+  check_range("labels", labels_N, 1, options_.dim_vocab_target - 1);
   // Once for all layers: so their gradients are summed over shards once.
   const at::Tensor memory =
       context_->tensor_parallel->copy_to_region(encode_rows(batch.source_BS, source));
@@ -635,9 +643,8 @@ std::pair<at::Tensor, at::Tensor> TransformerImpl::labelled_states(const Batch& 
     });
   }
   // Only rows that carry a label reach the projection to the vocabulary.
-  const at::Tensor& rows = whole.label_rows_N;
   const at::Tensor states = target.packed() ? x : x.reshape({-1, x.size(2)}).index_select(0, rows);
-  return {decoder_output(states), batch.labels_BT.reshape({-1}).index_select(0, rows)};
+  return {decoder_output(states), labels_N};
 }
 
 std::tuple<at::Tensor, at::Tensor> TransformerImpl::forward(const Batch& batch) {

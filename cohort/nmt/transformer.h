@@ -2,7 +2,8 @@
 // The encoder-decoder Transformer as a pure function of tensors; it knows nothing of ranks.
 // With gradients it computes on packed rows [N, D], without padding, of which attention alone knows the sentences (SentenceRows);
 // without gradients on [B, S, D] and [B, T, D].
-// Legend: B sentences, S source tokens, T target tokens, D width, H heads, V vocabulary, N rows.
+// Legend: B sentences, S source tokens, T target tokens, D width, H heads, V vocabulary, N rows: of a batch's source or target as its
+// tensors say, in a search translations.
 // Source: Vaswani et al. 2017, arXiv:1706.03762; pre-norm: Xiong et al. 2020, arXiv:2002.04745.
 #pragma once
 #include <ATen/core/Tensor.h>
@@ -33,7 +34,7 @@ struct Batch {
   at::Tensor source_BS;         ///< int64, each row ends with the end id, then padding.
   at::Tensor source_lengths_B;  ///< int64 in [1, S].
   at::Tensor input_BT;          ///< int64, each row begins with the begin id.
-  at::Tensor labels_BT;         ///< int64, input moved by one, ends with the end id, then padding.
+  at::Tensor labels_BT;  ///< int64, input moved by one, ends with the end id, then padding; none within.
   at::Tensor target_lengths_B;  ///< int64 in [1, T]; counts labels.
   int64_t num_target_tokens = 0;  ///< Labels that are no padding.
   /// int64 [num_target_tokens], which of labels_BT's elements those are: each row's first, as many as

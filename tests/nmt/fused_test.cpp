@@ -722,6 +722,7 @@ TEST(FusedTest, AttentionOfPackedRowsIsThatOfPaddedOnesInEveryTable) {
       }
       check({{7, 1, 16}, {2, 40, 9}, /*causal=*/false, p});
       check({{1, 3}, {1, 1}, /*causal=*/false, p, 3, 5});
+      check({{2, 3}, {3, 1}, /*causal=*/false, p, 3, 1});
     }
   });
 }

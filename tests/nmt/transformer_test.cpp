@@ -360,7 +360,10 @@ TEST(TransformerTest, IdsAndLengthsOutOfRangeAreRefused) {
   auto batch = test::make_test_batch(test::make_sentences(3, 6));
   batch.labels_BT[0][0] = test::kVocabulary;
   EXPECT_EQ(test::message_of<c10::ValueError>([&] { model->forward(batch); }),
-            "labels: expected 0 to 39, got 40");
+            "labels: expected 1 to 39, got 40");
+  batch.labels_BT[0][0] = 0;
+  EXPECT_EQ(test::message_of<c10::ValueError>([&] { model->forward(batch); }),
+            "labels: expected 1 to 39, got 0");
   batch = test::make_test_batch(test::make_sentences(3, 6));
   batch.source_lengths_B[0] = batch.source_BS.size(1) + 1;
   EXPECT_EQ(test::message_of<c10::ValueError>([&] { model->forward(batch); }),
