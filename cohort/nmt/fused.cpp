@@ -30,6 +30,11 @@ Dropping next_dropping(int64_t numel, double p, DropoutStream& stream, const Dro
                         part.first + part.size <= part.whole,
                     "dropout: ", numel, " elements are no parts of ", part.size, " from ",
                     part.first, " on of ", part.whole);
+  TORCH_CHECK_VALUE(
+      !part.rows_N.defined() || (part.rows_N.dtype() == at::kLong && part.rows_N.is_contiguous() &&
+                                 part.rows_N.numel() * part.size == numel),
+      "dropout: expected ", numel / part.size, " int64 rows, got ", part.rows_N.toString(), " ",
+      part.rows_N.sizes());
   DropoutRule rule;
   rule.threshold = static_cast<uint16_t>(std::min<long>(std::lround(p * 65536), 65535));
   rule.scale = 65536.0F / static_cast<float>(65536 - rule.threshold);
@@ -45,6 +50,7 @@ void save(AutogradContext* context, const Dropping& dropping) {
   context->saved_data["threshold"] = static_cast<int64_t>(rule.threshold);
   context->saved_data["scale"] = static_cast<double>(rule.scale);
   context->saved_data["part"] = std::vector<int64_t>{part.size, part.whole, part.first};
+  context->saved_data["rows"] = part.rows_N;
 }
 
 Dropping saved_dropping(AutogradContext* context) {
@@ -52,7 +58,10 @@ Dropping saved_dropping(AutogradContext* context) {
   return {.rule = {.key = static_cast<uint64_t>(context->saved_data["key"].toInt()),
                    .threshold = static_cast<uint16_t>(context->saved_data["threshold"].toInt()),
                    .scale = static_cast<float>(context->saved_data["scale"].toDouble())},
-          .part = {.size = part[0], .whole = part[1], .first = part[2]}};
+          .part = {.size = part[0],
+                   .whole = part[1],
+                   .first = part[2],
+                   .rows_N = context->saved_data["rows"].toTensor()}};
 }
 
 // The parts of the tensor's name are put together only for the message: each step of decoding asks.
@@ -339,32 +348,6 @@ struct FusedAttention : torch::autograd::Function<FusedAttention> {
   }
 };
 
-enum class RowKind { kPacked, kPadded };
-
-// x's rows of sentences, as rows of the other kind; padding is 0, and takes no gradient.
-template <RowKind kTo>
-struct MovedRows : torch::autograd::Function<MovedRows<kTo>> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
-                            const at::Tensor& elements, int64_t padded_rows) {
-    context->save_for_backward({elements});
-    context->saved_data["padded_rows"] = padded_rows;
-    return moved(x, elements, padded_rows, kTo == RowKind::kPacked);
-  }
-  static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    refuse_second_derivative();
-    return {moved(grads[0], context->get_saved_variables()[0],
-                  context->saved_data["padded_rows"].toInt(), kTo != RowKind::kPacked),
-            at::Tensor(), at::Tensor()};
-  }
-
- private:
-  static at::Tensor moved(const at::Tensor& x, const at::Tensor& elements, int64_t padded_rows,
-                          bool to_packed) {
-    if (to_packed) return x.index_select(0, elements);
-    return at::zeros({padded_rows, x.size(1)}, x.options()).index_copy_(0, elements, x);
-  }
-};
-
 // x times a scalar tensor, which is not read back from its device. May write into x.
 at::Tensor scaled(const at::Tensor& x, const at::Tensor& factor) {
   if (!factor.is_cpu()) return (x.to(factor.scalar_type()) * factor).to(x.scalar_type());
@@ -434,9 +417,9 @@ uint64_t splitmix64_finalizer(uint64_t bits) {
   return bits ^ (bits >> 31);
 }
 
-at::Tensor dropout(const at::Tensor& x, double p, DropoutStream& stream) {
+at::Tensor dropout(const at::Tensor& x, double p, DropoutStream& stream, const DropoutPart& part) {
   if (p == 0) return x;
-  return Dropout::apply(x, next_dropping(x.numel(), p, stream, {}));
+  return Dropout::apply(x, next_dropping(x.numel(), p, stream, part));
 }
 
 namespace {
@@ -451,9 +434,15 @@ void check_added(const char* name, const at::Tensor& x, const at::Tensor& y) {
   check_device(y, x, name, ": y");
 }
 
+void check_whole_rows(const char* name, const DropoutPart& part, int64_t width, double p) {
+  TORCH_CHECK_VALUE(p == 0 || part.is_all() || (width > 0 && part.size % width == 0), name,
+                    ": expected a part of whole rows of ", width, " elements, got ", part.size);
+}
+
 // Of x, to which y is added, if it is defined.
 NormedSum norm_of(const char* name, const at::Tensor& x, const at::Tensor& y,
-                  const NormParameters& norm, double p, DropoutStream& stream) {
+                  const NormParameters& norm, double p, DropoutStream& stream,
+                  const DropoutPart& part) {
   const auto& [weight, bias, type] = norm;
   TORCH_CHECK_VALUE(x.dim() > 0 && weight.sizes() == x.sizes().slice(x.dim() - 1) &&
                         bias.sizes() == weight.sizes(),
@@ -463,7 +452,7 @@ NormedSum norm_of(const char* name, const at::Tensor& x, const at::Tensor& y,
   check_device(bias, x, name, ": bias");
   const NormKernels& fused = kernels_for(x).norm;
   if (fused.forward != nullptr && fused.takes(x, y, norm)) {
-    const Dropping dropping = y.defined() ? next_dropping(y.numel(), p, stream, {}) : Dropping();
+    const Dropping dropping = y.defined() ? next_dropping(y.numel(), p, stream, part) : Dropping();
     const std::optional<at::Tensor> added = y.defined() ? std::optional(y) : std::nullopt;
     if (!at::GradMode::is_enabled()) {  // What a graph costs shows in a step of decoding.
       const auto result = AddDropoutNorm::compute(x, added, norm, dropping);
@@ -472,27 +461,29 @@ NormedSum norm_of(const char* name, const at::Tensor& x, const at::Tensor& y,
     const variable_list results = AddDropoutNorm::apply(x, added, weight, bias, type, dropping);
     return {results[0], results[1]};
   }
-  const at::Tensor sum = y.defined() ? add_dropout(x, y, p, stream) : x;
+  const at::Tensor sum = y.defined() ? add_dropout(x, y, p, stream, part) : x;
   return {sum, at::layer_norm(sum, weight.sizes(), weight, bias, kNormEpsilon).to(type)};
 }
 
 }  // namespace
 
-at::Tensor add_dropout(const at::Tensor& x, const at::Tensor& y, double p, DropoutStream& stream) {
+at::Tensor add_dropout(const at::Tensor& x, const at::Tensor& y, double p, DropoutStream& stream,
+                       const DropoutPart& part) {
   check_added("add_dropout", x, y);
   if (p == 0) return x + y;
-  return AddDropout::apply(x, y, next_dropping(y.numel(), p, stream, {}));
+  return AddDropout::apply(x, y, next_dropping(y.numel(), p, stream, part));
 }
 
 NormedSum add_dropout_norm(const at::Tensor& x, const at::Tensor& y, const NormParameters& norm,
-                           double p, DropoutStream& stream) {
+                           double p, DropoutStream& stream, const DropoutPart& part) {
   check_added("add_dropout_norm", x, y);
-  return norm_of("add_dropout_norm", x, y, norm, p, stream);
+  check_whole_rows("add_dropout_norm", part, x.size(-1), p);
+  return norm_of("add_dropout_norm", x, y, norm, p, stream, part);
 }
 
 NormedSum layer_norm(const at::Tensor& x, const NormParameters& norm) {
   DropoutStream none;
-  return norm_of("layer_norm", x, {}, norm, 0, none);
+  return norm_of("layer_norm", x, {}, norm, 0, none, {});
 }
 
 at::Tensor relu_dropout(const at::Tensor& x, double p, DropoutStream& stream,
@@ -558,28 +549,9 @@ void check_packed(const at::Tensor& x, const SentenceRows& rows, int64_t batch) 
       "attention: expected ", x.size(0), " int64 elements, got ", elements.toString(), " ",
       elements.sizes());
   check_device(elements, x, "attention: elements");
-  if (!x.is_cpu()) return;
   const auto sum = rows.lengths_B.sum().item<int64_t>();
   TORCH_CHECK_VALUE(sum == elements.size(0), "attention: expected ", elements.size(0),
                     " rows of sentences, got lengths of ", sum);
-}
-
-// Packed rows as padded ones [B, longest, ...]; without padding they are that.
-at::Tensor padded_rows(const at::Tensor& x, const SentenceRows& rows) {
-  const int64_t batch = rows.lengths_B.size(0), elements = batch * rows.longest;
-  const at::Tensor padded =
-      x.size(0) == elements
-          ? x
-          : at::Tensor(MovedRows<RowKind::kPadded>::apply(x, rows.elements_N, elements));
-  return padded.reshape({batch, rows.longest, x.size(1)});
-}
-
-// The other way.
-at::Tensor packed_rows(const at::Tensor& x, const SentenceRows& rows) {
-  const int64_t elements = x.size(0) * x.size(1);
-  const at::Tensor padded = x.reshape({elements, x.size(2)});
-  if (rows.elements_N.size(0) == elements) return padded;
-  return MovedRows<RowKind::kPacked>::apply(padded, rows.elements_N, elements);
 }
 
 // As operands_of takes x and kv, with the rows of both.
@@ -595,15 +567,10 @@ at::Tensor attention_of(const at::Tensor& x, const SentenceRows& of_queries, con
   const double scale = 1 / std::sqrt(static_cast<double>(head_width));
   const AttentionKernels& fused = kernels_for(x).attention;
   if (packed) {
+    TORCH_CHECK_NOT_IMPLEMENTED(fused.takes_packed, "attention: expected padded rows on ",
+                                x.device(), ", got packed ones");
     check_packed(x, of_queries, batch);
     if (kv.defined()) check_packed(kv, of_keys, batch);
-    if (!fused.takes_packed) {
-      const at::Tensor out = attention_of(
-          padded_rows(x, of_queries), {.lengths_B = of_queries.lengths_B, .longest = queries},
-          kv.defined() ? padded_rows(kv, of_keys) : kv, {.lengths_B = lengths_B, .longest = keys},
-          options, stream);
-      return packed_rows(out, of_queries);
-    }
   } else {
     check_lengths(lengths_B, batch, keys, x);
   }
@@ -699,15 +666,17 @@ at::Tensor linear_relu_dropout(const at::Tensor& x, const at::Tensor& weight_MK,
   const auto& [type, p, part] = options;
   check_linear(x, weight_MK, bias_M);
   const int64_t width = weight_MK.size(0);
-  TORCH_CHECK_VALUE(p == 0 || part.size == part.whole || (width > 0 && part.size % width == 0),
-                    "linear_relu_dropout: expected a part of whole rows of ", width,
-                    " elements, got ", part.size);
+  check_whole_rows("linear_relu_dropout", part, width, p);
   const BiasReluDropoutKernels& fused = kernels_for(x).bias_relu_dropout;
   if (fused.forward == nullptr || !fused.takes(bias_M, type))
     return relu_dropout(linear(x, weight_MK, bias_M, type), p, stream, part);
   const int64_t rows = c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
   return LinearReluDropout::apply(x, weight_MK, bias_M, type,
                                   next_dropping(rows * width, p, stream, part));
+}
+
+bool takes_packed_rows(const at::Tensor& tensor) {
+  return kernels_for(tensor).attention.takes_packed;
 }
 
 LossSums smoothed_cross_entropy(const at::Tensor& hidden_ND, const at::Tensor& weight_VD,

@@ -38,6 +38,11 @@ struct DropoutPart {
   int64_t size = 1;
   int64_t whole = 1;
   int64_t first = 0;
+  /// int64: of which `whole` neighbours, counted from 0, each `size` elements are: so packed rows drop what
+  /// padded ones do (SentenceRows::elements_N). Undefined: of all of them, in order. Not on CUDA.
+  at::Tensor rows_N{};
+
+  bool is_all() const { return size == whole && !rows_N.defined(); }
 };
 
 /// Returns x W^T + b, computed in `type`.
@@ -52,11 +57,13 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight_MK,
 
 /// Returns x with each element zeroed with probability `p` and the others divided by 1 - p.
 /// p is rounded to 1/65536. Types: float32, float64, bfloat16. p = 0 returns x itself.
-at::Tensor dropout(const at::Tensor& x, double p, DropoutStream& stream);
+at::Tensor dropout(const at::Tensor& x, double p, DropoutStream& stream,
+                   const DropoutPart& part = {});
 
 /// Returns x + dropout(y) in x's type, which is y's or a wider one, in one pass where the device has
 /// it. Shapes are the same.
-at::Tensor add_dropout(const at::Tensor& x, const at::Tensor& y, double p, DropoutStream& stream);
+at::Tensor add_dropout(const at::Tensor& x, const at::Tensor& y, double p, DropoutStream& stream,
+                       const DropoutPart& part = {});
 
 /// What a norm over the last dimension multiplies by and adds, and the type of its result.
 struct NormParameters {
@@ -76,9 +83,9 @@ struct NormedSum {
 /// Shapes:   x, y [..., D].
 /// Numerics: on the CPU sums run in float32 (float64 for float64), forward and backward; a row's results depend on
 ///           that row alone, and the gradients of the norm's parameters not on the number of threads.
-/// Errors:   c10::ValueError for other shapes, and for a y of a wider type than x's.
+/// Errors:   c10::ValueError for other shapes, for a y of a wider type than x's, and for a part of other than whole rows.
 NormedSum add_dropout_norm(const at::Tensor& x, const at::Tensor& y, const NormParameters& norm,
-                           double p, DropoutStream& stream);
+                           double p, DropoutStream& stream, const DropoutPart& part = {});
 /// The same without y: `sum` is x. If later sums take it instead of x, both gradients of x are added in the same pass.
 NormedSum layer_norm(const at::Tensor& x, const NormParameters& norm);
 
@@ -161,14 +168,17 @@ struct SentenceRows {
 /// The same of packed rows [N, D], [M, 2 D] and [N, 3 D], or of padded ones, of which queries need no lengths. Both are packed, or none.
 /// The same elements drop either way: those of weights [B, H, queries.longest, keys.longest].
 ///
-/// Numerics: on the CPU a row has the same bits either way.
-/// Devices:  elsewhere than on the CPU packed rows are copied to padded ones and back.
-/// Errors:   c10::ValueError for others; lengths are added up on the CPU alone.
+/// Numerics: a row has the same bits either way.
+/// Devices:  packed rows on the CPU alone (takes_packed_rows).
+/// Errors:   c10::ValueError for others; c10::NotImplementedError for packed rows elsewhere.
 at::Tensor attention(const at::Tensor& q, const SentenceRows& queries, const at::Tensor& kv,
                      const SentenceRows& keys, const AttentionOptions& options,
                      DropoutStream& stream);
 at::Tensor self_attention(const at::Tensor& qkv, const SentenceRows& rows,
                           const AttentionOptions& options, DropoutStream& stream);
+
+/// Whether attention takes packed rows on the tensor's device.
+bool takes_packed_rows(const at::Tensor& tensor);
 
 /// Sums of a batch's losses, both scalars: `loss` with label smoothing (differentiable), `nll`
 /// without.

@@ -33,31 +33,39 @@ struct ResidualBlock {
   std::function<at::Tensor(const at::Tensor&)> compute;
 };
 
+// Packed rows drop what padded ones do, on which other devices compute.
+DropoutPart of_rows(DropoutPart part, const SentenceRows& rows) {
+  part.rows_N = rows.elements_N;
+  return part;
+}
+
 // The blocks one after another. A tensor-parallel region begins before each and ends in its last
 // projection. Sums stay in x's type, which is wider than what the blocks compute in.
-at::Tensor residual(at::Tensor x, std::span<const ResidualBlock> blocks, LayerContext& context,
-                    bool training) {
+at::Tensor residual(at::Tensor x, const SentenceRows& rows, std::span<const ResidualBlock> blocks,
+                    LayerContext& context, bool training) {
   const double p = training ? context.dropout : 0;
+  const DropoutPart part = of_rows({.size = x.size(-1), .whole = x.size(-1)}, rows);
   const auto run = [&](const ResidualBlock& block, const at::Tensor& input) {
     return block.compute(context.tensor_parallel->copy_to_region(input));
   };
   if (context.norm == Norm::kPost) {
     for (const ResidualBlock& block : blocks)
-      x = block.norm->add(x, run(block, x), p, x.scalar_type()).normed;
+      x = block.norm->add(x, run(block, x), p, part, x.scalar_type()).normed;
     return x;
   }
   NormedSum before = blocks.front().norm->split(x);
   for (size_t i = 0;; ++i) {
     const at::Tensor y = run(blocks[i], before.normed);
-    if (i + 1 == blocks.size()) return add_dropout(before.sum, y, p, context.stream);
-    before = blocks[i + 1].norm->add(before.sum, y, p);
+    if (i + 1 == blocks.size()) return add_dropout(before.sum, y, p, context.stream, part);
+    before = blocks[i + 1].norm->add(before.sum, y, p, part);
   }
 }
 
-at::Tensor feed_forward(const at::Tensor& x, Projection& linear1, Projection& linear2,
-                        LayerContext& context, bool training) {
+at::Tensor feed_forward(const at::Tensor& x, const SentenceRows& rows, Projection& linear1,
+                        Projection& linear2, LayerContext& context, bool training) {
   const double p = training ? context.dropout : 0;
-  const DropoutPart part = context.tensor_parallel->dropout_part(linear1->bias.size(0));
+  const DropoutPart part =
+      of_rows(context.tensor_parallel->dropout_part(linear1->bias.size(0)), rows);
   switch (context.ffn_activation) {
     case Activation::kRelu:
       return linear2->forward(linear1->forward_relu(x, p, part));
@@ -122,31 +130,24 @@ at::Tensor copy_step(const at::Tensor& last_N, DecoderState& state) {
 
 }  // namespace
 
-Batch Batch::with_rows() const {
-  Batch batch = *this;
-  if (!label_rows_N.defined())
-    batch.label_rows_N = rows_of_sentences(target_lengths_B, labels_BT.size(1));
-  if (!source_rows_N.defined())
-    batch.source_rows_N = rows_of_sentences(source_lengths_B, source_BS.size(1));
-  return batch;
-}
-
 Batch Batch::to(c10::Device device) const {
   const auto moved = [&](const at::Tensor& tensor) {
     return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/!device.is_cpu());
   };
-  const auto moved_rows = [&](const at::Tensor& rows) {
-    return moved(labels_BT.is_pinned() && !rows.is_pinned() ? rows.pin_memory() : rows);
-  };
-  const Batch whole = with_rows();
+  at::Tensor rows = label_rows();
+  if (labels_BT.is_pinned() && !rows.is_pinned()) rows = rows.pin_memory();
   return {.source_BS = moved(source_BS),
           .source_lengths_B = moved(source_lengths_B),
           .input_BT = moved(input_BT),
           .labels_BT = moved(labels_BT),
           .target_lengths_B = moved(target_lengths_B),
           .num_target_tokens = num_target_tokens,
-          .label_rows_N = moved_rows(whole.label_rows_N),
-          .source_rows_N = moved_rows(whole.source_rows_N)};
+          .label_rows_N = moved(rows)};
+}
+
+at::Tensor Batch::label_rows() const {
+  return label_rows_N.defined() ? label_rows_N
+                                : rows_of_sentences(target_lengths_B, labels_BT.size(1));
 }
 
 at::Tensor sinusoids(int64_t positions, int64_t width) {
@@ -287,10 +288,10 @@ NormedSum LayerNormImpl::split(const at::Tensor& x) {
 }
 
 NormedSum LayerNormImpl::add(const at::Tensor& x, const at::Tensor& y, double p,
-                             std::optional<at::ScalarType> type) {
+                             const DropoutPart& part, std::optional<at::ScalarType> type) {
   return add_dropout_norm(x, y,
                           parameters_to(type.value_or(compute_type(weight, context_->precision))),
-                          p, context_->stream);
+                          p, context_->stream, part);
 }
 
 at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
@@ -445,9 +446,9 @@ at::Tensor EncoderLayerImpl::forward(const at::Tensor& x, const SentenceRows& ro
   const ResidualBlock blocks[] = {
       {norm1_, [&](const at::Tensor& y) { return self_attn_->self(y, rows, /*causal=*/false); }},
       {norm2_, [&](const at::Tensor& y) {
-         return feed_forward(y, linear1_, linear2_, *context_, training);
+         return feed_forward(y, rows, linear1_, linear2_, *context_, training);
        }}};
-  return residual(x, blocks, *context_, training);
+  return residual(x, rows, blocks, *context_, training);
 }
 
 DecoderLayerImpl::DecoderLayerImpl(const TransformerOptions& o,
@@ -468,25 +469,25 @@ at::Tensor DecoderLayerImpl::project_memory(const at::Tensor& memory) {
 at::Tensor DecoderLayerImpl::forward(const at::Tensor& x, const SentenceRows& rows,
                                      const at::Tensor& memory, const SentenceRows& memory_rows) {
   return blocks(
-      x, [&](const at::Tensor& y) { return self_attn_->self(y, rows, /*causal=*/true); },
+      x, rows, [&](const at::Tensor& y) { return self_attn_->self(y, rows, /*causal=*/true); },
       [&](const at::Tensor& y) { return multihead_attn_->cross(y, rows, memory, memory_rows); });
 }
 
 at::Tensor DecoderLayerImpl::step(const at::Tensor& x_ND, DecoderState& state, size_t layer) {
   return blocks(
-      x_ND, [&](const at::Tensor& x) { return self_attn_->self_step(x, state, layer); },
+      x_ND, {}, [&](const at::Tensor& x) { return self_attn_->self_step(x, state, layer); },
       [&](const at::Tensor& x) { return multihead_attn_->cross_step(x, state, layer); });
 }
 
-at::Tensor DecoderLayerImpl::blocks(const at::Tensor& x, const Attending& self,
-                                    const Attending& cross) {
+at::Tensor DecoderLayerImpl::blocks(const at::Tensor& x, const SentenceRows& rows,
+                                    const Attending& self, const Attending& cross) {
   const bool training = is_training();
   const ResidualBlock in_order[] = {
       {norm1_, self}, {norm2_, cross}, {norm3_, [&](const at::Tensor& y) {
-                                          return feed_forward(y, linear1_, linear2_, *context_,
-                                                              training);
+                                          return feed_forward(y, rows, linear1_, linear2_,
+                                                              *context_, training);
                                         }}};
-  return residual(x, in_order, *context_, training);
+  return residual(x, rows, in_order, *context_, training);
 }
 
 void DecoderState::keep(std::span<const int64_t> kept) {
@@ -576,7 +577,8 @@ at::Tensor TransformerImpl::embed(Side side, const at::Tensor& ids_BT, int64_t f
   at::Tensor positions = positions_.narrow(0, first_position, length).to(x.scalar_type());
   if (rows.packed()) positions = positions.index_select(0, at::remainder(rows.elements_N, length));
   const at::Tensor summed = x + positions;
-  return dropout(summed, is_training() ? options_.dropout : 0, context_->stream);
+  return dropout(summed, is_training() ? options_.dropout : 0, context_->stream,
+                 of_rows({.size = x.size(-1), .whole = x.size(-1)}, rows));
 }
 
 at::Tensor TransformerImpl::run_layer(const torch::nn::Module& layer,
@@ -623,13 +625,10 @@ std::pair<at::Tensor, at::Tensor> TransformerImpl::labelled_states(const Batch& 
   check_range("target ids", batch.input_BT, 0, options_.dim_vocab_target - 1);
   SentenceRows source{.lengths_B = batch.source_lengths_B, .longest = batch.source_BS.size(1)};
   SentenceRows target{.lengths_B = batch.target_lengths_B, .longest = batch.input_BT.size(1)};
-  at::Tensor rows = batch.label_rows_N;
-  if (at::GradMode::is_enabled()) {
-    const Batch whole = batch.with_rows();
-    source.elements_N = whole.source_rows_N;
-    target.elements_N = rows = whole.label_rows_N;
-  } else if (!rows.defined()) {
-    rows = rows_of_sentences(batch.target_lengths_B, batch.labels_BT.size(1));
+  const at::Tensor rows = batch.label_rows();
+  if (at::GradMode::is_enabled() && takes_packed_rows(batch.input_BT)) {
+    source.elements_N = rows_of_sentences(source.lengths_B, source.longest);
+    target.elements_N = rows;
   }
   const at::Tensor labels_N = batch.labels_BT.reshape({-1}).index_select(0, rows);
   check_range("labels", labels_N, 1, options_.dim_vocab_target - 1);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The encoder-decoder Transformer as a pure function of tensors; it knows nothing of ranks.
-// With gradients it computes on packed rows [N, D], without padding, of which attention alone knows the sentences (SentenceRows);
-// without gradients on [B, S, D] and [B, T, D].
+// With gradients it computes on packed rows [N, D] where attention takes them (takes_packed_rows), which alone knows the sentences;
+// elsewhere, and without gradients, on [B, S, D] and [B, T, D]. Dropout takes the same elements of both.
 // Legend: B sentences, S source tokens, T target tokens, D width, H heads, V vocabulary, N rows: of a batch's source or target as its
 // tensors say, in a search translations.
 // Source: Vaswani et al. 2017, arXiv:1706.03762; pre-norm: Xiong et al. 2020, arXiv:2002.04745.
@@ -34,20 +34,19 @@ struct Batch {
   at::Tensor source_BS;         ///< int64, each row ends with the end id, then padding.
   at::Tensor source_lengths_B;  ///< int64 in [1, S].
   at::Tensor input_BT;          ///< int64, each row begins with the begin id.
-  at::Tensor labels_BT;  ///< int64, input moved by one, ends with the end id, then padding; none within.
-  at::Tensor target_lengths_B;  ///< int64 in [1, T]; counts labels.
+  at::Tensor
+      labels_BT;  ///< int64, input moved by one, ends with the end id, then padding; none within.
+  at::Tensor target_lengths_B;    ///< int64 in [1, T]; counts labels.
   int64_t num_target_tokens = 0;  ///< Labels that are no padding.
   /// int64 [num_target_tokens], which of labels_BT's elements those are: each row's first, as many as
   /// its length says. If it is undefined, they are looked for when they are needed, for which the
   /// host waits for the labels' device.
   at::Tensor label_rows_N{};
-  /// The same of source_BS: int64, as many as source_lengths_B add up to.
-  at::Tensor source_rows_N{};
 
-  /// Returns the batch with label_rows_N and source_rows_N.
-  Batch with_rows() const;
-  /// Returns the batch on another device, with label_rows_N and source_rows_N. From pinned memory the
-  /// copies do not wait for the device.
+  /// Returns label_rows_N, looked for if it is undefined.
+  at::Tensor label_rows() const;
+  /// Returns the batch on another device, with label_rows_N. From pinned memory the copies do not
+  /// wait for the device.
   Batch to(c10::Device device) const;
 };
 
@@ -204,7 +203,7 @@ class LayerNormImpl : public torch::nn::Module {
   /// The same beside x, for what x is added to later (nmt::layer_norm).
   NormedSum split(const at::Tensor& x);
   /// Of x + dropout(y), of the context's stream; the norm in `type`, if given, else in the compute type.
-  NormedSum add(const at::Tensor& x, const at::Tensor& y, double p,
+  NormedSum add(const at::Tensor& x, const at::Tensor& y, double p, const DropoutPart& part,
                 std::optional<at::ScalarType> type = std::nullopt);
 
   at::Tensor weight;
@@ -241,7 +240,8 @@ class DecoderLayerImpl : public torch::nn::Module {
  private:
   using Attending = std::function<at::Tensor(const at::Tensor&)>;
   // With these attentions, of the layer's own position and of the source.
-  at::Tensor blocks(const at::Tensor& x, const Attending& self, const Attending& cross);
+  at::Tensor blocks(const at::Tensor& x, const SentenceRows& rows, const Attending& self,
+                    const Attending& cross);
 
   std::shared_ptr<LayerContext> context_;
   LayerNorm norm1_{nullptr}, norm2_{nullptr}, norm3_{nullptr};

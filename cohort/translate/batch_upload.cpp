@@ -26,9 +26,8 @@ nmt::Batch BatchUpload::take() {
   const c10::Stream current = device->getStream(device_);
   copied_->block(current);
   // Else the allocator takes their memory for free once the copies' stream has no more use of it.
-  for (const at::Tensor& tensor :
-       {batch.source_BS, batch.source_lengths_B, batch.input_BT, batch.labels_BT,
-        batch.target_lengths_B, batch.label_rows_N, batch.source_rows_N})
+  for (const at::Tensor& tensor : {batch.source_BS, batch.source_lengths_B, batch.input_BT,
+                                   batch.labels_BT, batch.target_lengths_B, batch.label_rows_N})
     device->recordDataPtrOnStream(tensor.storage().data_ptr(), current);
   return batch;
 }

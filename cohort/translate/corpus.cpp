@@ -134,15 +134,13 @@ nmt::Batch make_batch(const Corpus& corpus, std::span<const int32_t> indices) {
 }
 
 nmt::Batch pinned(const nmt::Batch& batch) {
-  const nmt::Batch whole = batch.with_rows();
   return {.source_BS = batch.source_BS.pin_memory(),
           .source_lengths_B = batch.source_lengths_B.pin_memory(),
           .input_BT = batch.input_BT.pin_memory(),
           .labels_BT = batch.labels_BT.pin_memory(),
           .target_lengths_B = batch.target_lengths_B.pin_memory(),
           .num_target_tokens = batch.num_target_tokens,
-          .label_rows_N = whole.label_rows_N.pin_memory(),
-          .source_rows_N = whole.source_rows_N.pin_memory()};
+          .label_rows_N = batch.label_rows().pin_memory()};
 }
 
 }  // namespace cohort::translate

@@ -55,8 +55,7 @@ Corpus tokenize(const text::ParallelText& pairs, const text::Tokenizer& source,
 /// Puts the pairs `indices` of `corpus` into one padded batch, in that order.
 nmt::Batch make_batch(const Corpus& corpus, std::span<const int32_t> indices);
 
-/// Returns a batch of the CPU in pinned memory, with label_rows_N and source_rows_N: Batch::to does not
-/// wait then.
+/// Returns a batch of the CPU in pinned memory, with label_rows_N: Batch::to does not wait then.
 /// Threads: any.
 nmt::Batch pinned(const nmt::Batch& batch);
 

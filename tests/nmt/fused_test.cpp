@@ -708,8 +708,8 @@ void check_packed_attention(const PackedCase& c, at::ScalarType type) {
 }
 
 // With lengths beyond a block and a chunk of the loops.
-TEST(FusedTest, AttentionOfPackedRowsIsThatOfPaddedOnesInEveryTable) {
-  in_every_table([](at::ScalarType type) {
+TEST(FusedTest, AttentionOfPackedRowsIsThatOfPaddedOnes) {
+  in_all_loops([](at::ScalarType type) {
     const auto check = [&](const PackedCase& c) {
       check_packed_attention(c, type);
       if (type == at::kFloat) check_packed_attention(c, at::kDouble);
@@ -729,7 +729,7 @@ TEST(FusedTest, AttentionOfPackedRowsIsThatOfPaddedOnesInEveryTable) {
 
 // The first row of a sentence, and the last, are nobody else's.
 TEST(FusedTest, PackedSentencesReachNoOther) {
-  in_every_table([](at::ScalarType type) {
+  in_all_loops([](at::ScalarType type) {
     const SentenceRows rows = packed_sentences({3, 20, 5});
     const at::Tensor x = at::randn({28, 3 * 128}).to(type), grad = at::randn({28, 128}).to(type);
     const auto run = [&](double value) {
@@ -753,19 +753,99 @@ TEST(FusedTest, PackedSentencesReachNoOther) {
   });
 }
 
-TEST(FusedTest, PackedRowsOfNoSentencesAreNone) {
-  const auto check = [] {
-    const at::Tensor x = at::empty({0, 12}).requires_grad_(true);
-    DropoutStream stream;
-    const at::Tensor y =
-        self_attention(x, packed_sentences({}), {.heads = 2, .dropout = 0.5}, stream);
-    EXPECT_EQ(y.sizes(), at::IntArrayRef({0, 4}));
-    y.sum().backward();
-    EXPECT_EQ(x.grad().sizes(), x.sizes());
+struct DropCase {
+  at::ScalarType type;
+  at::Tensor x, wide, grad;
+  DropoutPart part{};
+};
+
+constexpr int64_t kDropWidth = 515;
+
+// What each operation with dropout makes of a case, and the gradients of x.
+std::vector<at::Tensor> dropped_in_every_way(const DropCase& c) {
+  const auto& [type, given, wide, grad, part] = c;
+  const NormParameters norm{.weight_D = at::linspace(-1, 2, kDropWidth),
+                            .bias_D = at::linspace(2, 1, kDropWidth),
+                            .type = type};
+  const at::Tensor unit = at::eye(kDropWidth).to(type), none = at::zeros({kDropWidth});
+  std::vector<at::Tensor> results;
+  for (int operation = 0; operation < 7; ++operation) {
+    const at::Tensor x = given.clone().requires_grad_(true);
+    DropoutStream stream{.seed = 7};
+    const at::Tensor y = [&] {
+      switch (operation) {
+        case 0:
+          return dropout(x, 0.3, stream, part);
+        case 1:
+          return add_dropout(wide, x, 0.3, stream, part);
+        case 2:
+          return add_dropout_norm(wide, x, norm, 0.3, stream, part).normed;
+        case 3:
+          return relu_dropout(x, 0.3, stream, part);
+        case 4:
+          return gelu_dropout(x, 0.3, stream, part);
+        case 5:
+          return swish_dropout(x, 0.3, stream, part);
+        default:
+          return linear_relu_dropout(x, unit, none, {.type = type, .dropout = 0.3, .part = part},
+                                     stream);
+      }
+    }();
+    y.backward(grad.to(y.scalar_type()));
+    results.insert(results.end(), {y.detach(), x.grad()});
+  }
+  return results;
+}
+
+TEST(FusedTest, SomeRowsDropWhatTheyDropAmongAll) {
+  const auto check = [](at::ScalarType type) {
+    const at::Tensor rows = at::tensor({5, 0, 3}, at::kLong);
+    const DropCase all{type, at::randn({6, kDropWidth}).to(type), at::randn({6, kDropWidth}),
+                       at::randn({6, kDropWidth})};
+    const auto some = [&](const at::Tensor& x) { return x.index_select(0, rows); };
+    const auto of_all = dropped_in_every_way(all);
+    const auto of_some = dropped_in_every_way(
+        {type, some(all.x), some(all.wide), some(all.grad),
+         DropoutPart{.size = kDropWidth, .whole = kDropWidth, .rows_N = rows}});
+    for (size_t i = 0; i < of_all.size(); ++i)
+      EXPECT_TRUE(at::equal(of_some[i], some(of_all[i]))) << c10::toString(type) << " result " << i;
   };
-  check();
+  in_all_loops(check);
   const test::AtenKernels aten;
-  check();
+  check(at::kFloat);
+}
+
+TEST(FusedTest, RowsOfAPartAreChecked) {
+  const at::Tensor x = at::ones({2, 3});
+  DropoutStream stream;
+  const auto message = [&](const at::Tensor& rows) {
+    return test::message_of<c10::ValueError>(
+        [&] { dropout(x, 0.5, stream, {.size = 3, .whole = 3, .rows_N = rows}); });
+  };
+  EXPECT_EQ(message(at::zeros({3}, at::kLong)),
+            "dropout: expected 2 int64 rows, got CPULongType [3]");
+  EXPECT_EQ(message(at::zeros({2})), "dropout: expected 2 int64 rows, got CPUFloatType [2]");
+}
+
+TEST(FusedTest, PackedRowsAreRefusedWhereAttentionTakesNone) {
+  EXPECT_TRUE(takes_packed_rows(at::empty({0})));
+  const test::AtenKernels aten;
+  EXPECT_FALSE(takes_packed_rows(at::empty({0})));
+  DropoutStream stream;
+  EXPECT_EQ(test::message_of<c10::NotImplementedError>([&] {
+              self_attention(at::ones({3, 12}), packed_sentences({1, 2}), {.heads = 2}, stream);
+            }),
+            "attention: expected padded rows on cpu, got packed ones");
+}
+
+TEST(FusedTest, PackedRowsOfNoSentencesAreNone) {
+  const at::Tensor x = at::empty({0, 12}).requires_grad_(true);
+  DropoutStream stream;
+  const at::Tensor y =
+      self_attention(x, packed_sentences({}), {.heads = 2, .dropout = 0.5}, stream);
+  EXPECT_EQ(y.sizes(), at::IntArrayRef({0, 4}));
+  y.sum().backward();
+  EXPECT_EQ(x.grad().sizes(), x.sizes());
 }
 
 TEST(FusedTest, AttentionsPackedRowsAreChecked) {

@@ -122,11 +122,10 @@ TEST(TransformerTest, TrainingsRowsHaveNoPadding) {
     return body(inputs);
   });
   for (const auto& sentences : packed_batches()) {
-    const Batch batch = test::make_test_batch(sentences).with_rows();
+    const Batch batch = test::make_test_batch(sentences);
     const int64_t source = batch.source_lengths_B.sum().item<int64_t>();
     const int64_t target = batch.num_target_tokens;
-    EXPECT_EQ(batch.source_rows_N.size(0), source);
-    EXPECT_TRUE(at::equal(at::nonzero(batch.source_BS.flatten()).squeeze(1), batch.source_rows_N));
+    EXPECT_TRUE(at::equal(at::nonzero(batch.labels_BT.flatten()).squeeze(1), batch.label_rows()));
     rows.clear();
     const double packed = std::get<0>(model->forward(batch)).item<double>();
     EXPECT_EQ(rows, (std::vector<int64_t>{source, source, target, source, target, source}));

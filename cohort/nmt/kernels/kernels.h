@@ -55,7 +55,7 @@ struct AttentionKernels {
   /// Whether there is one for what a projection wrote: x is queries alone if `kv` is defined. Null: for
   /// all.
   bool (*takes)(const at::Tensor& x, const at::Tensor& kv, int64_t head_width) = nullptr;
-  bool takes_packed = false;  ///< Whether operands may be packed rows.
+  bool takes_packed = false;  ///< Whether operands may be packed rows. Then so are all operations'.
   /// Returns [B, Q, D], or packed rows as q's, and what backward needs to compute the softmax again.
   std::pair<at::Tensor, at::Tensor> (*forward)(const AttentionOperands& operands,
                                                const SoftmaxMask& mask,

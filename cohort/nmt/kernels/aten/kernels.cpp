@@ -24,9 +24,10 @@ at::Tensor falls(const at::Tensor& x, const Dropping& dropping) {
   const auto& [rule, part] = dropping;
   const auto constant = [](uint64_t bits) { return static_cast<int64_t>(bits); };
   at::Tensor number = at::arange(x.numel(), at::TensorOptions(x.device()).dtype(at::kLong));
-  if (part.size != part.whole) {
-    number = at::floor_divide(number, part.size) * part.whole + at::remainder(number, part.size) +
-             part.first;
+  if (!part.is_all()) {
+    at::Tensor run = at::floor_divide(number, part.size);
+    if (part.rows_N.defined()) run = part.rows_N.index_select(0, run);
+    number = run * part.whole + at::remainder(number, part.size) + part.first;
   }
   at::Tensor z = at::div(number, 4, "floor") * constant(0x9e3779b97f4a7c15ULL) + constant(rule.key);
   z = at::bitwise_xor(z, shifted_right(z, 30)) * constant(0xbf58476d1ce4e5b9ULL);

@@ -12,15 +12,30 @@
 namespace cohort::nmt {
 namespace {
 
+// Number in the whole of element `here` of this part.
+int64_t number_of(const Dropping& dropping, int64_t here) {
+  const auto& [rule, part] = dropping;
+  if (rule.threshold == 0 || part.is_all()) return here;
+  const int64_t run = here / part.size;
+  return (part.rows_N.defined() ? part.rows_N.const_data_ptr<int64_t>()[run] : run) * part.whole +
+         here % part.size + part.first;
+}
+
+// The rule for neighbours from `first` on that are neighbours in the whole, too.
+DropoutRule rule_from(const Dropping& dropping, int64_t first) {
+  DropoutRule rule = dropping.rule;
+  rule.first = number_of(dropping, first);
+  return rule;
+}
+
 // Calls body(first element here, how many, rule) for elements that are neighbours in the whole,
 // too.
 template <class Body>
 void for_runs(int64_t num_elements, const Dropping& dropping, const Body& body) {
-  auto [rule, part] = dropping;
-  if (rule.threshold == 0 || part.size == part.whole) return body(int64_t{0}, num_elements, rule);
-  rule.first = part.first;
-  for (int64_t first = 0; first < num_elements; first += part.size, rule.first += part.whole)
-    body(first, part.size, rule);
+  const auto& [rule, part] = dropping;
+  if (rule.threshold == 0 || part.is_all()) return body(int64_t{0}, num_elements, rule);
+  for (int64_t first = 0; first < num_elements; first += part.size)
+    body(first, part.size, rule_from(dropping, first));
 }
 
 // What sums of numbers of `type` run in.
@@ -179,20 +194,6 @@ void sum_over_rows(int64_t rows, const std::array<at::Tensor, kSums>& totals, co
   }
 }
 
-// Number in the whole of element `here` of this part.
-int64_t number_of(const Dropping& dropping, int64_t here) {
-  const auto& [rule, part] = dropping;
-  if (rule.threshold == 0 || part.size == part.whole) return here;
-  return here / part.size * part.whole + here % part.size + part.first;
-}
-
-// The rule for neighbours from `first` on that are neighbours in the whole, too.
-DropoutRule rule_from(const Dropping& dropping, int64_t first) {
-  DropoutRule rule = dropping.rule;
-  rule.first = number_of(dropping, first);
-  return rule;
-}
-
 bool takes_bias_by_loops(const at::Tensor& bias, at::ScalarType of_product) {
   return bias.scalar_type() == sum_type(of_product);
 }
@@ -200,7 +201,7 @@ bool takes_bias_by_loops(const at::Tensor& bias, at::ScalarType of_product) {
 void bias_relu_dropout_by_loops(const at::Tensor& product, const at::Tensor& bias,
                                 const Dropping& dropping) {
   const int64_t width = product.size(1);
-  TORCH_INTERNAL_ASSERT(dropping.rule.threshold == 0 || dropping.part.size == dropping.part.whole ||
+  TORCH_INTERNAL_ASSERT(dropping.rule.threshold == 0 || dropping.part.is_all() ||
                         dropping.part.size % width == 0);
   for_type("linear_relu_dropout", product, [&]<class T>(const LoopsOf<T>& table, T*) {
     using Sum = typename LoopsOf<T>::Sum;

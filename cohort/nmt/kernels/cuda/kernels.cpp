@@ -69,6 +69,8 @@ ElementType element_type(const at::Tensor& x) {
 
 NumberedRule numbered(const Dropping& dropping) {
   NumberedRule result{.rule = dropping.rule};
+  TORCH_CHECK_NOT_IMPLEMENTED(!dropping.part.rows_N.defined(),
+                              "dropout: expected all rows of the whole on CUDA, got some");
   if (dropping.part.size != dropping.part.whole) {
     result.rule.first = dropping.part.first;
     result.part_size = dropping.part.size;
