@@ -44,9 +44,10 @@ class HashParts {
 
   [[gnu::always_inline]] void prefetch(uint64_t hash) const {
     const Part& part = part_of(hash);
-    const uint64_t* first = part.places.get() + home(part, key_of(hash));
-    prefetch_line(first);
-    prefetch_line(first + kNear - 1);
+    // A number: an empty part has no places, and another one may end before the last of these.
+    const auto first = reinterpret_cast<uintptr_t>(part.places.get() + home(part, key_of(hash)));
+    prefetch_line(reinterpret_cast<const void*>(first));
+    prefetch_line(reinterpret_cast<const void*>(first + (kNear - 1) * sizeof(uint64_t)));
   }
 
   /// Returns the first value of this hash's key for which `is_meant(value)`, or 0.
@@ -137,8 +138,10 @@ class HashParts {
         return static_cast<uint32_t>(places[i + j] >> kValueBits == key) << j;
       };
       const uint32_t fitting = fits(0) | fits(1) | fits(2) | fits(3);
-      const uint64_t* place = places + i + std::countr_zero(fitting);
-      if (fitting != 0 && *place != 0 && is_meant(*place & kMaxValue)) return place;
+      if (fitting != 0) {
+        const uint64_t* place = places + i + std::countr_zero(fitting);
+        if (*place != 0 && is_meant(*place & kMaxValue)) return place;
+      }
     }
     for (; places[i] != 0; i = after(part, i)) {
       if (places[i] >> kValueBits == key && is_meant(places[i] & kMaxValue)) return places + i;
