@@ -259,7 +259,7 @@ TEST(UpdateLogTest, OnAFullDiskItIsAsBeforeAndGoesOnLater) {
   EXPECT_EQ(records[2].payload, large);
 }
 
-// The folder cannot be opened, or synced, when the file is there already.
+// The folder, the file, or what is to sync the file cannot be opened.
 TEST(UpdateLogTest, ASegmentThatCannotBeginLeavesNoFile) {
   const ScratchFolder folder;
   UpdateLog log(folder.path("log"), 1, [](const Record&) {});
@@ -268,7 +268,7 @@ TEST(UpdateLogTest, ASegmentThatCannotBeginLeavesNoFile) {
   ::close(lowest);
   rlimit before{};
   ::getrlimit(RLIMIT_NOFILE, &before);
-  for (const rlim_t more : {0, 1}) {
+  for (const rlim_t more : {0, 1, 2}) {
     const rlimit limit{static_cast<rlim_t>(lowest) + more, before.rlim_max};
     ::setrlimit(RLIMIT_NOFILE, &limit);
     const std::string text = message_of<ConfigError>([&] { log.begin_segment(); });

@@ -13,6 +13,7 @@
 #include <unistd.h>
 #include <vector>
 
+#include "cohort/base/error.h"
 #include "cohort/base/fd.h"
 
 #include "tests/ps/disk_calls.h"
@@ -73,8 +74,7 @@ TEST_F(WriteBehindTest, AFileThatIsGoneHarmsNobody) {
   append_window();
   write_behind.grown_to(written_, 1);
   const std::string never = path_ + ".never";
-  write_behind.begin(never, kWindow);
-  write_behind.grown_to(3 * kWindow, 1);
+  EXPECT_THROW(write_behind.begin(never, kWindow), ConfigError);
   // The next one is looked after as ever.
   const std::string next = path_ + ".next";
   std::ofstream(next) << std::string(kWindow, 'x');

@@ -304,16 +304,21 @@ void UpdateLog::open_segment() {
   if (!folder) throw ConfigError(folder_ + ": cannot sync: " + system_reason(errno));
   Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
   if (!file) throw ConfigError(path + ": expected a writable file: " + system_reason(errno));
+  // An empty one behind the one before it would be a gap in the log.
+  try {
+    write_behind_.begin(path, 0);
+  } catch (...) {
+    ::unlink(path.c_str());
+    throw;
+  }
   if (::fsync(folder.get()) != 0) {
     const int error = errno;
-    // An empty one behind the one before it would be a gap in the log.
     ::unlink(path.c_str());
     break_off(folder_, error);
   }
   path_ = std::move(path);
   file_ = std::move(file);
   segment_bytes_ = 0;
-  write_behind_.begin(path_, 0);
 }
 
 void UpdateLog::break_off(const std::string& path, int error) {

@@ -6,7 +6,8 @@
 #include <unistd.h>
 #include <utility>
 
-#include "cohort/base/fd.h"
+#include "cohort/base/error.h"
+#include "cohort/base/system_error.h"
 
 namespace cohort::ps {
 
@@ -31,9 +32,13 @@ WriteBehind::~WriteBehind() {
   thread_.join();
 }
 
+// An opening of its own: an error of the disk is reported once per opening, and the log must see
+// it, too.
 void WriteBehind::begin(const std::string& path, int64_t bytes) {
+  auto file = std::make_shared<const Fd>(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!*file) throw ConfigError(path + ": cannot open it: " + system_reason(errno));
   const std::lock_guard lock(mutex_);
-  path_ = path;
+  file_ = std::move(file);
   handled_ = bytes_ = dropped_ = bytes;
 }
 
@@ -69,33 +74,27 @@ void WriteBehind::work() {
     // Not behind each push: the last page would have to be read again for the next one.
     const bool drops = !is_asked || bytes_ - dropped_ >= window_bytes_;
     if (drops) dropped_ = bytes_;
-    const std::string path = path_;
+    std::shared_ptr<const Fd> file = file_;
     const int64_t bytes = bytes_;
     const uint64_t number = number_;
     lock.unlock();
-    sync(path, bytes, number, is_asked, drops);
+    const bool is_on_disk = sync(file->get(), number, is_asked);
     if (is_asked && on_synced_) on_synced_();
+    // After an error nothing is let go: what the disk has not got is in memory alone.
+    if (is_on_disk && drops) ::posix_fadvise(file->get(), 0, bytes, POSIX_FADV_DONTNEED);
+    file.reset();
     lock.lock();
   }
 }
 
-// The file is opened again: an error of the disk is reported once per opening, and the log must see
-// it, too. After an error nothing is let go: what the disk has not got is in memory alone.
-void WriteBehind::sync(const std::string& path, int64_t bytes, uint64_t number, bool is_asked,
-                       bool drops) {
-  if (error_ != 0) return;
-  const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (!file) {
-    if (is_asked) error_ = errno;
-    return;
-  }
-  if (::fdatasync(file.get()) != 0) {
+bool WriteBehind::sync(int file, uint64_t number, bool is_asked) {
+  if (error_ != 0) return false;
+  if (::fdatasync(file) != 0) {
     if (is_asked || !is_of_the_call(errno)) error_ = errno;
-    return;
+    return false;
   }
   synced_ = number;
-  if (!drops) return;
-  ::posix_fadvise(file.get(), 0, bytes, POSIX_FADV_DONTNEED);
+  return true;
 }
 
 }  // namespace cohort::ps

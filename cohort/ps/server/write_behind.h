@@ -10,9 +10,12 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+
+#include "cohort/base/fd.h"
 
 namespace cohort::ps {
 
@@ -24,7 +27,7 @@ class WriteBehind {
   static constexpr int64_t kWindowBytes = int64_t{32} << 20;
   static constexpr std::chrono::milliseconds kPeriod{1000};
 
-  /// `synced`: called behind each sync that was asked for, on this object's thread, whether it
+  /// `synced`: called after each sync that was asked for, on this object's thread, whether it
   /// succeeded or not; may be empty.
   explicit WriteBehind(int64_t window_bytes = kWindowBytes, std::function<void()> synced = {});
   /// Waits for the sync that is on its way.
@@ -32,7 +35,9 @@ class WriteBehind {
   WriteBehind(const WriteBehind&) = delete;
   WriteBehind& operator=(const WriteBehind&) = delete;
 
-  /// A new file begins at `path`, or an existing one continues, whose first `bytes` are ignored.
+  /// The first call: a new file, which is there, begins at `path`, or an existing one continues,
+  /// whose first `bytes` are ignored. It is looked after also when it has lost its name.
+  /// Errors: ConfigError if it cannot be opened: the file before it is looked after still.
   void begin(const std::string& path, int64_t bytes);
   /// The file has grown to `bytes`; `number` is the last record in it. Does not block.
   void grown_to(int64_t bytes, uint64_t number);
@@ -47,13 +52,14 @@ class WriteBehind {
 
  private:
   void work();
-  void sync(const std::string& path, int64_t bytes, uint64_t number, bool is_asked, bool drops);
+  /// Returns whether the disk has the file.
+  bool sync(int file, uint64_t number, bool is_asked);
 
   const int64_t window_bytes_;
   const std::function<void()> on_synced_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::string path_;  // Guarded by mutex_, like what follows.
+  std::shared_ptr<const Fd> file_;  // Guarded by mutex_, like what follows.
   int64_t handled_ = 0;
   int64_t bytes_ = 0;
   int64_t dropped_ = 0;  // Bytes from the file's begin that were let go.
