@@ -88,6 +88,17 @@ TEST(SyncedTest, AStepIsShownWhenItIsOnTheDisk) {
   disk_calls::restore_syncs();
 }
 
+// It appends nothing itself, but closes the step. Servers that are two steps apart after a power
+// failure could not go on.
+TEST(SyncedTest, AConfirmationIsAnsweredWhenTheStepThatItClosesIsOnTheDisk) {
+  Cluster cluster(2, {.durability = Durability::kSynced});
+  const RawTrainer trainer(cluster, ledger_job(1, 2, Mode::kSync), 0);
+  ASSERT_EQ(cluster.ask(0, trainer.push(1)).code, Code::kOk);
+  disk_calls::replace_syncs(300'000);
+  EXPECT_EQ(unsynced_at_the_answer(cluster, trainer.confirm(1)), 0);
+  disk_calls::restore_syncs();
+}
+
 // A stopped server has answered what it had taken.
 TEST(SyncedTest, PushesBeforeAStopAreAcknowledged) {
   Cluster cluster(1, {.durability = Durability::kSynced});

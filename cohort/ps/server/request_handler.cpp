@@ -253,7 +253,7 @@ bool RequestHandler::has_room(const Pending& pending) const {
 }
 
 void RequestHandler::acknowledge(Pending& pending, Reply reply) {
-  unsynced_.push_back({durable_.last_number(), std::move(pending.done), std::move(reply)});
+  unsynced_.push_back({std::nullopt, std::move(pending.done), std::move(reply)});
 }
 
 void RequestHandler::wait(Pending& pending, uint64_t step) {
@@ -544,6 +544,9 @@ std::string RequestHandler::waiting_for() const {
 
 void RequestHandler::finish_batch(Time now) {
   close_confirmed(now);
+  // With a step that they have closed: else servers could be two steps apart after a power failure.
+  for (auto added = unsynced_.rbegin(); added != unsynced_.rend() && !added->number; ++added)
+    added->number = durable_.last_number();
   if (stopped_) {
     durable_.sync();
   } else {

@@ -109,9 +109,10 @@ class RequestHandler {
   // Pushes that arrived before an earlier one of their trainer: by trainer and sequence.
   std::multimap<std::pair<uint32_t, uint64_t>, Pending> out_of_order_;
   int64_t kept_bytes_ = 0;  // Of messages in the two.
-  // Applied; answered when record `number` may be acknowledged.
+  // Applied; answered when record `number` may be acknowledged. Nothing: of this batch, at whose end
+  // the number is known.
   struct Unsynced {
-    uint64_t number;
+    std::optional<uint64_t> number;
     Done done;
     Reply reply;
   };
