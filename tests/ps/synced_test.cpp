@@ -88,6 +88,25 @@ TEST(SyncedTest, AStepIsShownWhenItIsOnTheDisk) {
   disk_calls::restore_syncs();
 }
 
+TEST(SyncedTest, ACheckpointBeginsWhenItsStepIsOnTheDisk) {
+  Cluster cluster(1, {.durability = Durability::kSynced});
+  const RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kSync), 0);
+  const std::string folder = cluster.path("checkpoint");
+  const Request save{.call = Call::kSave, .trainer = 0, .step = 1, .nonce = 7, .text = folder};
+  disk_calls::replace_syncs(700'000);
+  auto pushed = cluster.send(0, trainer.push(1));
+  auto saved = cluster.send(0, save);
+  while (!fs::exists(folder) &&
+         saved.wait_for(std::chrono::milliseconds(1)) == std::future_status::timeout) {
+  }
+  EXPECT_TRUE(fs::exists(folder));
+  EXPECT_EQ(pushed.wait_for(std::chrono::seconds(0)), std::future_status::ready);
+  disk_calls::restore_syncs();
+  Reply reply = saved.get();
+  for (int i = 0; i < 60 && reply.code == Code::kNotYet; ++i) reply = cluster.ask(0, save);
+  EXPECT_EQ(reply.code, Code::kOk) << reply.text;
+}
+
 // It appends nothing itself, but closes the step. Servers that are two steps apart after a power
 // failure could not go on.
 TEST(SyncedTest, AConfirmationIsAnsweredWhenTheStepThatItClosesIsOnTheDisk) {

@@ -285,8 +285,7 @@ void RequestHandler::pull(Pending& pending) {
   const bool too_far = is_bounded && state.members().lead_of(header.trainer) >
                                          static_cast<uint64_t>(job.max_staleness);
   // A step that a power failure could open again is not shown.
-  const bool too_new = closed_at_ > durable_.durable_number();
-  if (!state.is_initialised() || too_early || too_far || too_new) return wait(pending);
+  if (!state.is_initialised() || too_early || too_far || !is_step_durable()) return wait(pending);
   const int64_t bytes = pending.job->answer_bytes(pending.message);
   // A single reply is always sent, however large.
   const int64_t held = *reply_bytes_;
@@ -435,6 +434,10 @@ bool RequestHandler::has_confirmed(uint32_t trainer, uint64_t step) const {
   return found != confirmed_.end() && found->second >= step;
 }
 
+bool RequestHandler::is_step_durable() const {
+  return closed_at_ <= durable_.durable_number();
+}
+
 void RequestHandler::close_confirmed(Time now) {
   const ParameterState& state = durable_.state();
   const auto is_confirmed = [&] {
@@ -494,7 +497,8 @@ void RequestHandler::save(Pending& pending) {
                                                  std::to_string(step) + ", it is that after step " +
                                                  std::to_string(state.steps())));
   if (is_sync && state.steps() < step) return wait(pending, step);
-  if (durable_.is_saving()) return wait(pending);
+  // Nor may a checkpoint be ahead of its server after a power failure.
+  if (durable_.is_saving() || !is_step_durable()) return wait(pending);
   durable_.begin_save(pending.request.text, nonce,
                       [this, nonce, steps = state.steps()](const std::string& reason) {
                         saving_.outcome = reason;

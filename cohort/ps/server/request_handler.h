@@ -87,6 +87,8 @@ class RequestHandler {
   bool has_confirmed(uint32_t trainer, uint64_t step) const;
   /// Closes the steps that every member has confirmed.
   void close_confirmed(Time now);
+  /// Whether the last closed step may be acknowledged.
+  bool is_step_durable() const;
   std::string waiting_for() const;
   /// Reply::progress for requests that wait while a checkpoint is written, here or by another
   /// server of the same save; 0 if none is.
