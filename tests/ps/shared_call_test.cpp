@@ -121,7 +121,7 @@ TEST_F(SharedCallTest, AMessageForAFullQueueIsNotCopied) {
 TEST_F(SharedCallTest, TrainersAndServersOfOtherFormatsAreRefusedAtJoin) {
   EXPECT_EQ(
       join_with_format(unix_endpoint(), 0),
-      "join: this server's messages are of format 1, the trainer's of format 0: expected both "
+      "join: this server's messages are of format 2, the trainer's of format 0: expected both "
       "of one version of Cohort");
   EXPECT_EQ(join_with_format(unix_endpoint(), kFormat).find("format"), std::string::npos);
   const std::string endpoint = "unix:" + cluster_.path("older");
@@ -131,7 +131,7 @@ TEST_F(SharedCallTest, TrainersAndServersOfOtherFormatsAreRefusedAtJoin) {
   EXPECT_EQ(reply.code, Code::kInvalid);
   EXPECT_EQ(
       reply.text,
-      "join: this trainer's messages are of format 1, the server's of format 0: expected both "
+      "join: this trainer's messages are of format 2, the server's of format 0: expected both "
       "of one version of Cohort");
   EXPECT_EQ(ask(*channel, {.call = Call::kStatus}).code, Code::kOk) << "of any version";
 }

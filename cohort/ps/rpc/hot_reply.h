@@ -8,7 +8,7 @@ namespace cohort::ps {
 
 /// Of the bytes of pushes, pulls and their answers: a join says it on both sides, which must be the
 /// same. 0: of version 0.3 and earlier, which do not say it.
-inline constexpr uint32_t kFormat = 1;
+inline constexpr uint32_t kFormat = 2;
 
 /// The metadata of a call that holds the job's secret.
 inline constexpr const char* kJobSecret = "cohort-job-secret";
