@@ -63,6 +63,18 @@ TEST(SyncedTest, APushOfAnEarlierStartIsOnTheDiskBeforeItIsAcknowledgedAgain) {
   EXPECT_EQ(unsynced_at_the_answer(cluster, trainer.push(1)), 0);
 }
 
+// Which comes once a second, and lets go of the pages that it has synced.
+TEST(SyncedTest, APushDoesNotWaitForThePeriodicSync) {
+  Cluster cluster(1, {.durability = Durability::kSynced});
+  const RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
+  constexpr int kPushes = 5;
+  for (int i = 1; i <= kPushes; ++i)
+    ASSERT_EQ(cluster.ask(0, trainer.push(static_cast<uint64_t>(i))).code, Code::kOk);
+  const std::string segment = fs::directory_iterator(cluster.folder(0) + "/log")->path().string();
+  EXPECT_GE(disk_calls::count(disk_calls::Call::kFdatasync, segment), kPushes);
+  EXPECT_LE(disk_calls::count(disk_calls::Call::kDropPages, segment), 2);
+}
+
 // A disk that takes its time: pushes wait for it, and nothing else does.
 TEST(SyncedTest, APullDoesNotWaitForTheDisk) {
   Cluster cluster(1, {.durability = Durability::kSynced});
