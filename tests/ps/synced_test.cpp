@@ -130,6 +130,18 @@ TEST(SyncedTest, AConfirmationIsAnsweredWhenTheStepThatItClosesIsOnTheDisk) {
   disk_calls::restore_syncs();
 }
 
+TEST(SyncedTest, APullThatWaitsForTheDiskIsToldSo) {
+  Cluster cluster(1, {.durability = Durability::kSynced});
+  const RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kSync), 0);
+  disk_calls::replace_syncs(3'000'000);
+  auto pushed = cluster.send(0, trainer.push(1));
+  const Reply reply = cluster.ask(0, trainer.pull({1}, 1));
+  EXPECT_EQ(reply.code, Code::kNotYet);
+  EXPECT_EQ(reply.text, "step 1 is not on the disk yet");
+  disk_calls::restore_syncs();
+  EXPECT_EQ(pushed.get().code, Code::kOk);
+}
+
 // A stopped server has answered what it had taken.
 TEST(SyncedTest, PushesBeforeAStopAreAcknowledged) {
   Cluster cluster(1, {.durability = Durability::kSynced});

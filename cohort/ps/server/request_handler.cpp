@@ -528,6 +528,8 @@ uint64_t RequestHandler::save_progress() {
 std::string RequestHandler::waiting_for() const {
   const ParameterState& state = durable_.state();
   if (!state.is_initialised()) return "trainer 0 has not sent the initial values yet";
+  if (!is_step_durable())
+    return "step " + std::to_string(state.steps()) + " is not on the disk yet";
   std::string names;
   std::vector<uint32_t> missing = state.missing_trainers();
   if (state.job()->mode == Mode::kSync && state.is_step_complete()) {
