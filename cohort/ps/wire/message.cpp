@@ -24,6 +24,13 @@ constexpr uint32_t kMaxWidth = 65536;
 constexpr size_t kCheckedFrom = 2 * sizeof(uint32_t);
 // The smallest buffer whose memory is kept, and the unit of such memory.
 constexpr size_t kLeastKept = size_t{128} << 10;
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool kKeepsMemory = false;
+#elif defined(__has_feature)
+constexpr bool kKeepsMemory = !__has_feature(address_sanitizer);
+#else
+constexpr bool kKeepsMemory = true;
+#endif
 
 struct SectionHeader {
   uint32_t table = 0;
@@ -113,7 +120,7 @@ KeptMemory& kept_memory() {
 }  // namespace
 
 Buffer::Buffer(size_t size) : size_(size) {
-  if (size < kLeastKept) {
+  if (size < kLeastKept || !kKeepsMemory) {
     bytes_.reset(std::make_unique_for_overwrite<std::byte[]>(size).release());
   } else {
     KeptMemory::Piece piece = kept_memory().take(size);

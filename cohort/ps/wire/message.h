@@ -29,7 +29,8 @@ struct BufferDeleter {
 /// copied.
 ///
 /// A large one's memory (128 KiB or more) is kept for later ones, up to 64 MiB in a process: memory
-/// that is fresh from the system costs a page fault every 4 KiB.
+/// that is fresh from the system costs a page fault every 4 KiB. Not under the address sanitizer,
+/// which would not see who uses it too late.
 class Buffer {
  public:
   Buffer() = default;
@@ -69,8 +70,8 @@ struct Header {
   static constexpr uint32_t kMagic = 0x31535043;  // "CPS1"
 
   uint32_t magic = kMagic;
-  /// CRC-32C of all that follows this field. Of a reply in shared memory 0: nothing carries its
-  /// bytes.
+  /// CRC-32C of all that follows this field. 0 in a reply in shared memory, which is not checked:
+  /// its bytes are not sent.
   uint32_t checksum = 0;
   MessageKind kind = MessageKind::kPush;
   uint32_t flags = 0;
