@@ -423,6 +423,7 @@ Memory memory_of(pid_t process) {
 
 // Of calls made one after another, whose times these are. Sorts them.
 json times_of(std::vector<double>& calls_s) {
+  if (calls_s.empty()) throw std::runtime_error("expected time for at least one call, got none");
   std::sort(calls_s.begin(), calls_s.end());
   const auto at = [&](double share) {
     return calls_s[static_cast<size_t>(share * static_cast<double>(calls_s.size() - 1))] * 1e3;
