@@ -51,8 +51,8 @@ class DurableState {
   /// Errors: ConfigError that names what is missing or damaged: the state in memory is then
   ///         incomplete and must not be used; the folder holds the state before.
   void restore(const std::string& checkpoint);
-  /// If the options ask for syncs, that is if only what the disk has may be acknowledged: syncs the
-  /// log.
+  /// Under Durability::kSynced, where only what the disk has may be acknowledged: waits until the
+  /// disk has the log.
   /// Errors: c10::Error if the disk has refused what was logged.
   void sync();
   /// Likewise: begins a sync, unless one that covers all records has begun. Does not block.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <ranges>
 #include <utility>
 #include <vector>
 
@@ -73,10 +74,11 @@ void RequestHandler::close() {
     pending.done(reply(Code::kLost, "the server is shutting down"));
   for (auto& [place, pending] : out_of_order_)
     pending.done(reply(Code::kLost, "the server is shutting down"));
-  for (Unsynced& answer : unsynced_) answer.done(reply(Code::kLost, "the server is shutting down"));
+  for (Acknowledgement& answer : acknowledgements_)
+    answer.done(reply(Code::kLost, "the server is shutting down"));
   waiting_.clear();
   out_of_order_.clear();
-  unsynced_.clear();
+  acknowledgements_.clear();
 }
 
 Reply RequestHandler::reply(Code code, std::string text) const {
@@ -253,7 +255,7 @@ bool RequestHandler::has_room(const Pending& pending) const {
 }
 
 void RequestHandler::acknowledge(Pending& pending, Reply reply) {
-  unsynced_.push_back({std::nullopt, std::move(pending.done), std::move(reply)});
+  acknowledgements_.push_back({std::nullopt, std::move(pending.done), std::move(reply)});
 }
 
 void RequestHandler::wait(Pending& pending, uint64_t step) {
@@ -551,8 +553,10 @@ std::string RequestHandler::waiting_for() const {
 void RequestHandler::finish_batch(Time now) {
   close_confirmed(now);
   // With a step that they have closed: else servers could be two steps apart after a power failure.
-  for (auto added = unsynced_.rbegin(); added != unsynced_.rend() && !added->number; ++added)
-    added->number = durable_.last_number();
+  for (Acknowledgement& added : std::views::reverse(acknowledgements_)) {
+    if (added.number) break;
+    added.number = durable_.last_number();
+  }
   if (stopped_) {
     durable_.sync();
   } else {
@@ -560,8 +564,11 @@ void RequestHandler::finish_batch(Time now) {
   }
   kill_point("before the answer");
   const uint64_t durable = durable_.durable_number();
-  for (; !unsynced_.empty() && unsynced_.front().number <= durable; unsynced_.pop_front())
-    unsynced_.front().done(std::move(unsynced_.front().reply));
+  for (; !acknowledgements_.empty(); acknowledgements_.pop_front()) {
+    Acknowledgement& next = acknowledgements_.front();
+    if (*next.number > durable) break;
+    next.done(std::move(next.reply));
+  }
   answer_waiting();
   end_long_polls(now);
 }

@@ -113,12 +113,12 @@ class RequestHandler {
   int64_t kept_bytes_ = 0;  // Of messages in the two.
   // Applied; answered when record `number` may be acknowledged. Nothing: of this batch, at whose end
   // the number is known.
-  struct Unsynced {
+  struct Acknowledgement {
     std::optional<uint64_t> number;
     Done done;
     Reply reply;
   };
-  std::list<Unsynced> unsynced_;
+  std::list<Acknowledgement> acknowledgements_;
   uint64_t closed_at_ = 0;            // Record of the last step that was closed since the start.
   std::string failure_;               // Why the job cannot continue.
   std::optional<Time> job_since_;     // When it was first seen by this process.
