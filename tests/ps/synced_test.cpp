@@ -153,5 +153,17 @@ TEST(SyncedTest, PushesBeforeAStopAreAcknowledged) {
   disk_calls::restore_syncs();
 }
 
+// As by a signal.
+TEST(SyncedTest, PushesThatWereAppliedBeforeTheEndAreAcknowledged) {
+  Cluster cluster(1, {.durability = Durability::kSynced});
+  RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
+  disk_calls::replace_syncs(300'000);
+  auto pushed = cluster.send(0, trainer.push(1));
+  EXPECT_EQ(trainer.weight(1), 1.0f);
+  cluster.end(0);
+  EXPECT_EQ(pushed.get().code, Code::kOk);
+  disk_calls::restore_syncs();
+}
+
 }  // namespace synced_test
 }  // namespace cohort::ps

@@ -563,14 +563,24 @@ void RequestHandler::finish_batch(Time now) {
     durable_.begin_sync();
   }
   kill_point("before the answer");
+  acknowledge_durable();
+  answer_waiting();
+  end_long_polls(now);
+}
+
+void RequestHandler::acknowledge_durable() {
   const uint64_t durable = durable_.durable_number();
   for (; !acknowledgements_.empty(); acknowledgements_.pop_front()) {
     Acknowledgement& next = acknowledgements_.front();
-    if (*next.number > durable) break;
+    if (next.number.value_or(UINT64_MAX) > durable) return;
     next.done(std::move(next.reply));
   }
-  answer_waiting();
-  end_long_polls(now);
+}
+
+void RequestHandler::finish() {
+  if (acknowledgements_.empty()) return;
+  durable_.sync();
+  acknowledge_durable();
 }
 
 // Each once: those that must wait longer come back. An error that ends the server leaves the others

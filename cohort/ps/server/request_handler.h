@@ -46,6 +46,10 @@ class RequestHandler {
 
   bool is_stopped() const { return stopped_; }
 
+  /// Syncs the log if the options ask for it, and acknowledges what is applied: before close(),
+  /// unless the server ends with an error.
+  /// Errors: as handle.
+  void finish();
   /// Replies kLost to waiting requests. The last call.
   void close();
 
@@ -68,6 +72,7 @@ class RequestHandler {
   bool has_room(const Pending& pending) const;
   /// Acknowledges it once all records so far are as durable as the options ask for.
   void acknowledge(Pending& pending, Reply reply);
+  void acknowledge_durable();
   /// Keeps the request until `step` is closed; 0: until the next batch.
   void wait(Pending& pending, uint64_t step = 0);
   void answer_waiting();

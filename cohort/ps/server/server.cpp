@@ -121,6 +121,7 @@ class Server::Owner {
         handler_.tick(now);
         next_tick = now + kTick;
       }
+      handler_.finish();
     } catch (...) {
       error = std::current_exception();
     }
