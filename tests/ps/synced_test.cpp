@@ -120,7 +120,7 @@ TEST(SyncedTest, ACheckpointBeginsWhenItsStepIsOnTheDisk) {
 }
 
 // It appends nothing itself, but closes the step. Servers that are two steps apart after a power
-// failure could not go on.
+// failure could not continue.
 TEST(SyncedTest, AConfirmationIsAnsweredWhenTheStepThatItClosesIsOnTheDisk) {
   Cluster cluster(2, {.durability = Durability::kSynced});
   const RawTrainer trainer(cluster, ledger_job(1, 2, Mode::kSync), 0);

@@ -67,7 +67,8 @@ class Server {
   /// Errors: the exception that ended the owner's thread (a log that cannot be written does not end
   ///         it: see Code::kBusy).
   void wait();
-  /// From any thread: replies kLost to waiting requests, and ends.
+  /// From any thread: acknowledges what has been applied, replies kLost to all other requests, and
+  /// ends.
   void stop();
 
  private:
