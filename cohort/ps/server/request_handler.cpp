@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <ranges>
 #include <utility>
 #include <vector>
 
@@ -553,9 +552,9 @@ std::string RequestHandler::waiting_for() const {
 void RequestHandler::finish_batch(Time now) {
   close_confirmed(now);
   // With a step that they have closed: else servers could be two steps apart after a power failure.
-  for (Acknowledgement& added : std::views::reverse(acknowledgements_)) {
-    if (added.number) break;
-    added.number = durable_.last_number();
+  for (auto added = acknowledgements_.rbegin(); added != acknowledgements_.rend(); ++added) {
+    if (added->number) break;
+    added->number = durable_.last_number();
   }
   if (stopped_) {
     durable_.sync();
