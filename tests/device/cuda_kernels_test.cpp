@@ -30,7 +30,7 @@ struct Launches : test::HostLaunches {
 
 const Dropping kDropping{.rule = {.key = 77, .threshold = 20000, .scale = 1.5F}, .part = {}};
 const Dropping kPart{.rule = {.key = 78, .threshold = 30000, .scale = 2},
-                         .part = {.size = 6, .whole = 15, .first = 5}};
+                     .part = {.size = 6, .whole = 15, .first = 5}};
 
 using Results = std::vector<at::Tensor>;
 
