@@ -36,6 +36,26 @@ void check_backend(const std::string& name, at::Device device) {
                     c10::DeviceTypeName(served, /*lower_case=*/true) + " tensors");
 }
 
+constexpr const char* kSection = "Ranks";
+
+void add_device_flags(CLI::App& app, GroupFlags& flags) {
+  app.add_option("--device", flags.device,
+                 "Where to compute: cpu, cuda (the card of this rank's number on its host) or "
+                 "cuda:N")
+      ->type_name("NAME")
+      ->capture_default_str()
+      ->group(kSection);
+  app.add_option("--devices", flags.devices,
+                 "Numbers of CUDA devices: of this host's ranks the first computes on the first "
+                 "of them, and so on")
+      ->type_name("N")
+      ->excludes("--device")
+      ->group(kSection);
+  app.add_flag("--allow-tf32", flags.allow_tf32,
+               "CUDA: multiply float32 matrices with mantissas of 10 bits")
+      ->group(kSection);
+}
+
 }  // namespace
 
 // NCCL says so in the first collective, in its own words, and not of which ranks.
@@ -56,66 +76,49 @@ void check_cards_differ(const comm::ProcessGroup& group, const std::string& card
 }
 
 void GroupFlags::add_to(CLI::App& app, Devices allowed) {
-  const std::string section = "Ranks";
   app.add_option(
          "--rank", rank_info.rank,
          "This process's rank (with --nproc-per-node: this node's; default: the launcher's)")
-      ->group(section);
+      ->group(kSection);
   app.add_option("--world-size", rank_info.world_size,
                  "Processes (with --nproc-per-node: nodes; default: the launcher's)")
-      ->group(section);
+      ->group(kSection);
   app.add_option("--nproc-per-node", rank_info.nproc_per_node,
                  "Processes of each node; LOCAL_RANK must be set")
-      ->group(section);
+      ->group(kSection);
   app.add_option("--dist-url", rank_info.dist_url,
                  "Rendezvous address: tcp://host:port, file:///path or env:// (default: env://)")
       ->type_name("URL")
-      ->group(section);
+      ->group(kSection);
   app.add_option("--addr", rank_info.master_addr, "Host of rank 0 (default: MASTER_ADDR)")
       ->type_name("HOST")
-      ->group(section);
+      ->group(kSection);
   app.add_option("--port", rank_info.master_port, "Port of rank 0's store (default: MASTER_PORT)")
       ->type_name("PORT")
-      ->group(section);
+      ->group(kSection);
   app.add_option("--interface", group.interface,
                  "Network interface of the backend (default: GLOO_SOCKET_IFNAME, else by route)")
       ->type_name("NAME")
-      ->group(section);
-  if (allowed == Devices::kAny) {
-    app.add_option("--device", device,
-                   "Where to compute: cpu, cuda (the card of this rank's number on its host) or "
-                   "cuda:N")
-        ->type_name("NAME")
-        ->capture_default_str()
-        ->group(section);
-    app.add_option("--devices", devices,
-                   "Numbers of CUDA devices: of this host's ranks the first computes on the first "
-                   "of them, and so on")
-        ->type_name("N")
-        ->excludes("--device")
-        ->group(section);
-    app.add_flag("--allow-tf32", allow_tf32,
-                 "CUDA: multiply float32 matrices with mantissas of 10 bits")
-        ->group(section);
-  }
+      ->group(kSection);
+  if (allowed == Devices::kAny) add_device_flags(app, *this);
   app.add_option("--dist-backend", backend, kBackendText)
       ->type_name("NAME")
       ->capture_default_str()
-      ->group(section);
+      ->group(kSection);
   app.add_option("--rendezvous-timeout", rendezvous_timeout_s,
                  "Time limit until all ranks have joined")
       ->type_name(kSeconds)
       ->capture_default_str()
-      ->group(section);
+      ->group(kSection);
   app.add_option("--timeout", timeout_s, "Time limit of one collective")
       ->type_name(kSeconds)
       ->capture_default_str()
-      ->group(section);
+      ->group(kSection);
   app.add_option("--cpu-threads", cpu_threads,
                  "Threads of this rank (0: OMP_NUM_THREADS, else all cores)")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str()
-      ->group(section);
+      ->group(kSection);
 }
 
 void GroupFlags::choose_device(const comm::RankInfo& info) {
