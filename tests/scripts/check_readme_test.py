@@ -132,7 +132,7 @@ class CheckReadmeTest(unittest.TestCase):
         self.append("README.md", BLOCK)
         self.write_record(self.commit())
         self.check("--write")
-        self.append("cohort/image/decode.h", "int changed;\n")
+        self.append("cohort/cli/counted.h", "int changed;\n")
         self.expect_good()
 
     def test_a_record_is_fresh_in_another_history(self):
