@@ -130,48 +130,50 @@ TEST_F(DiskFailureTest, AFileThatCannotBeSyncedIsLeftToTheSystem) {
   EXPECT_EQ(write_behind.error(), 0);
 }
 
+// A file of 100 bytes, whose sync can be asked for.
+struct AskedSync {
+  explicit AskedSync(const std::string& path) {
+    std::ofstream(path) << std::string(100, 'x');
+    write_behind.begin(path, 0);
+  }
+
+  // Of the whole file, which ends with record `number`; returns whether it has ended.
+  bool ends(uint64_t number) {
+    write_behind.grown_to(100, number);
+    write_behind.sync_soon();
+    return ended.get_future().wait_for(std::chrono::seconds(30)) == std::future_status::ready;
+  }
+
+  std::promise<void> ended;
+  WriteBehind write_behind{1000, [this] { ended.set_value(); }};
+};
+
 // Somebody waits for it.
 TEST_F(DiskFailureTest, ASyncThatWasAskedForFailsForWhateverReason) {
-  const std::string path = folder_.path("file");
-  std::ofstream(path) << std::string(100, 'x');
   for (const int error : {EINVAL, EIO}) {
-    std::promise<void> ended;
-    WriteBehind write_behind(1000, [&] { ended.set_value(); });
-    write_behind.begin(path, 0);
+    AskedSync sync(folder_.path("file"));
     disk_calls::fail_next(Call::kFdatasync, error);
-    write_behind.grown_to(100, 1);
-    write_behind.sync_soon();
-    ASSERT_EQ(ended.get_future().wait_for(std::chrono::seconds(30)), std::future_status::ready);
-    EXPECT_EQ(write_behind.error(), error);
-    EXPECT_EQ(write_behind.synced(), 0U);
+    ASSERT_TRUE(sync.ends(1));
+    EXPECT_EQ(sync.write_behind.error(), error);
+    EXPECT_EQ(sync.write_behind.synced(), 0U);
   }
 }
 
 // A snapshot may remove it while its last sync waits.
 TEST_F(DiskFailureTest, AFileThatHasLostItsNameIsSynced) {
   const std::string path = folder_.path("file");
-  std::ofstream(path) << std::string(100, 'x');
-  std::promise<void> ended;
-  WriteBehind write_behind(1000, [&] { ended.set_value(); });
-  write_behind.begin(path, 0);
+  AskedSync sync(path);
   fs::remove(path);
-  write_behind.grown_to(100, 7);
-  write_behind.sync_soon();
-  ASSERT_EQ(ended.get_future().wait_for(std::chrono::seconds(30)), std::future_status::ready);
-  EXPECT_EQ(write_behind.error(), 0);
-  EXPECT_EQ(write_behind.synced(), 7U);
+  ASSERT_TRUE(sync.ends(7));
+  EXPECT_EQ(sync.write_behind.error(), 0);
+  EXPECT_EQ(sync.write_behind.synced(), 7U);
 }
 
 TEST_F(DiskFailureTest, ASyncThatWasAskedForKeepsThePages) {
   const std::string path = folder_.path("file");
-  std::ofstream(path) << std::string(100, 'x');
-  std::promise<void> ended;
-  WriteBehind write_behind(1000, [&] { ended.set_value(); });
-  write_behind.begin(path, 0);
-  write_behind.grown_to(100, 7);
-  write_behind.sync_soon();
-  ASSERT_EQ(ended.get_future().wait_for(std::chrono::seconds(30)), std::future_status::ready);
-  EXPECT_EQ(write_behind.synced(), 7U);
+  AskedSync sync(path);
+  ASSERT_TRUE(sync.ends(7));
+  EXPECT_EQ(sync.write_behind.synced(), 7U);
   EXPECT_EQ(disk_calls::count(Call::kFdatasync, path), 1);
   EXPECT_EQ(disk_calls::count(Call::kDropPages, path), 0);
 }

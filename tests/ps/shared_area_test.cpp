@@ -296,15 +296,20 @@ TEST(SharedAreaTest, RowsAreThoseThatGoThroughASocket) {
   EXPECT_EQ(areas_after(before), before) << "the server has dropped it";
 }
 
+// A server that is called through a socket.
+struct ServedCluster {
+  Cluster cluster{1};
+  const std::string endpoint = "unix:" + cluster.path("socket");
+  const RpcServer rpc{*cluster.slot(0).get(), {.endpoint = endpoint}};
+};
+
 // By trainers that leave and do not end.
 TEST(SharedAreaTest, WhoLeavesSharesNothingAnyMore) {
-  Cluster cluster(1);
-  const std::string endpoint = "unix:" + cluster.path("socket");
   const size_t before = num_areas();
-  const RpcServer rpc(*cluster.slot(0).get(), {.endpoint = endpoint});
+  ServedCluster served;
   const JobOptions job = ledger_job(1, 1, Mode::kAsync);
-  RawTrainer trainer(cluster, job, 0);
-  const auto channel = make_rpc_channel({.endpoint = endpoint});
+  RawTrainer trainer(served.cluster, job, 0);
+  const auto channel = make_rpc_channel({.endpoint = served.endpoint});
   ASSERT_FALSE(shared_answer(*channel, large_pull(trainer)).message.is_owner());
   EXPECT_EQ(num_areas(), before + 2) << "mapped by both sides";
   EXPECT_EQ(ask(*channel, {.call = Call::kLeave,
@@ -318,24 +323,20 @@ TEST(SharedAreaTest, WhoLeavesSharesNothingAnyMore) {
 
 // By trainers that are killed.
 TEST(SharedAreaTest, AServerDropsTheMemoryOfAnEndedProcess) {
-  Cluster cluster(1);
-  const std::string endpoint = "unix:" + cluster.path("socket");
-  const RpcServer rpc(*cluster.slot(0).get(), {.endpoint = endpoint});
+  ServedCluster served;
   const size_t before = num_areas();
   Sharer sharer;
-  ASSERT_EQ(offer(endpoint, 1, sharer.name()), "");
+  ASSERT_EQ(offer(served.endpoint, 1, sharer.name()), "");
   EXPECT_EQ(num_areas(), before + 1);
   sharer.kill();
   EXPECT_EQ(areas_after(before), before);
 }
 
 TEST(SharedAreaTest, MemoryOfACallThatWasGivenUpIsNotUsedAgain) {
-  Cluster cluster(1);
-  const std::string endpoint = "unix:" + cluster.path("socket");
-  const RpcServer rpc(*cluster.slot(0).get(), {.endpoint = endpoint});
-  RawTrainer first(cluster, ledger_job(2, 1, Mode::kSync), 0);
-  RawTrainer second(cluster, ledger_job(2, 1, Mode::kSync), 1);
-  const auto channel = make_rpc_channel({.endpoint = endpoint});
+  ServedCluster served;
+  RawTrainer first(served.cluster, ledger_job(2, 1, Mode::kSync), 0);
+  RawTrainer second(served.cluster, ledger_job(2, 1, Mode::kSync), 1);
+  const auto channel = make_rpc_channel({.endpoint = served.endpoint});
   Reply before = shared_answer(*channel, large_pull(first));
   ASSERT_FALSE(before.message.empty());
   ASSERT_FALSE(before.message.is_owner());
@@ -352,8 +353,8 @@ TEST(SharedAreaTest, MemoryOfACallThatWasGivenUpIsNotUsedAgain) {
   ASSERT_FALSE(after.message.is_owner());
   EXPECT_NE(after.message.span().data(), place) << "the server may still write there";
   EXPECT_EQ(inode_at(after.message.span().data()), inode) << "the rest is still used";
-  EXPECT_EQ(cluster.ask(0, first.push(1, many_ids())).code, Code::kOk);
-  EXPECT_EQ(cluster.ask(0, second.push(1, many_ids())).code, Code::kOk);
+  EXPECT_EQ(served.cluster.ask(0, first.push(1, many_ids())).code, Code::kOk);
+  EXPECT_EQ(served.cluster.ask(0, second.push(1, many_ids())).code, Code::kOk);
   EXPECT_EQ(ask(*channel, large_pull(first, 1)).code, Code::kOk);
   EXPECT_TRUE(std::ranges::equal(after.message.span(), bytes)) << "it was answered before";
 }
@@ -367,11 +368,9 @@ Request in_memory_of(Channel& channel, Request request) {
 }
 
 TEST(SharedAreaTest, AMessageIsSentFromWhereItWasWritten) {
-  Cluster cluster(1);
-  const std::string endpoint = "unix:" + cluster.path("socket");
-  const RpcServer rpc(*cluster.slot(0).get(), {.endpoint = endpoint});
-  RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
-  const auto channel = make_rpc_channel({.endpoint = endpoint});
+  ServedCluster served;
+  RawTrainer trainer(served.cluster, ledger_job(1, 1, Mode::kAsync), 0);
+  const auto channel = make_rpc_channel({.endpoint = served.endpoint});
   EXPECT_TRUE(channel->make_buffer(8).is_owner()) << "it goes through the socket";
   const Reply copied = shared_answer(*channel, large_pull(trainer));
   EXPECT_EQ(parse_message(copied.message.span(), Checksums::kIgnored).header.checksum, 0U);
@@ -390,19 +389,17 @@ TEST(SharedAreaTest, AMessageIsSentFromWhereItWasWritten) {
 }
 
 TEST(SharedAreaTest, AMessageOfAGivenUpCallIsSentAgain) {
-  Cluster cluster(1);
-  const std::string endpoint = "unix:" + cluster.path("socket");
-  const RpcServer rpc(*cluster.slot(0).get(), {.endpoint = endpoint});
-  RawTrainer first(cluster, ledger_job(2, 1, Mode::kSync), 0);
-  RawTrainer second(cluster, ledger_job(2, 1, Mode::kSync), 1);
-  const auto channel = make_rpc_channel({.endpoint = endpoint});
+  ServedCluster served;
+  RawTrainer first(served.cluster, ledger_job(2, 1, Mode::kSync), 0);
+  RawTrainer second(served.cluster, ledger_job(2, 1, Mode::kSync), 1);
+  const auto channel = make_rpc_channel({.endpoint = served.endpoint});
   ASSERT_FALSE(shared_answer(*channel, large_pull(first)).message.is_owner());
   Request waiting = in_memory_of(*channel, large_pull(first, 1));
   const std::byte* const place = waiting.message->span().data();
   EXPECT_EQ(ask(*channel, waiting, 100).code, Code::kLost);
   EXPECT_EQ(ask(*channel, waiting, 100).code, Code::kLost);
-  EXPECT_EQ(cluster.ask(0, first.push(1, many_ids())).code, Code::kOk);
-  EXPECT_EQ(cluster.ask(0, second.push(1, many_ids())).code, Code::kOk);
+  EXPECT_EQ(served.cluster.ask(0, first.push(1, many_ids())).code, Code::kOk);
+  EXPECT_EQ(served.cluster.ask(0, second.push(1, many_ids())).code, Code::kOk);
   EXPECT_EQ(ask(*channel, waiting).code, Code::kOk);
   const size_t bytes = waiting.message->size();
   waiting = {};
@@ -412,11 +409,9 @@ TEST(SharedAreaTest, AMessageOfAGivenUpCallIsSentAgain) {
 }
 
 TEST(SharedAreaTest, MemoryOfWhichMuchIsLostIsReplaced) {
-  Cluster cluster(1);
-  const std::string endpoint = "unix:" + cluster.path("socket");
-  const RpcServer rpc(*cluster.slot(0).get(), {.endpoint = endpoint});
-  RawTrainer trainer(cluster, ledger_job(2, 1, Mode::kSync), 0);
-  const auto channel = make_rpc_channel({.endpoint = endpoint});
+  ServedCluster served;
+  RawTrainer trainer(served.cluster, ledger_job(2, 1, Mode::kSync), 0);
+  const auto channel = make_rpc_channel({.endpoint = served.endpoint});
   const uint64_t inode = inode_at(shared_answer(*channel, large_pull(trainer)).message.data());
   ASSERT_NE(inode, 0U);
   Request waiting = large_pull(trainer, 1);
