@@ -15,6 +15,7 @@
 #include "cohort/train/sharded_checkpoint.h"
 
 #include "tests/base/temporary_folder.h"
+#include "tests/support/environment.h"
 #include "tests/support/ranks.h"
 
 namespace cohort {
@@ -419,7 +420,7 @@ std::string squeezed(const std::string& text) {
 }
 
 TEST(ShardingExamplesTest, ThePageShowsWhatStandsHere) {
-  const std::string root = std::getenv("COHORT_SOURCE");
+  const std::string root = test::environment("COHORT_SOURCE");
   const std::string page = read_file(root + "/docs/sharding.md");
   const std::string here = squeezed(read_file(root + "/tests/parallel/sharding_examples_test.cpp"));
   const std::string fence = "```cpp\n";

@@ -3,14 +3,15 @@
 
 #include <array>
 #include <cstdio>
-#include <cstdlib>
 #include <stdexcept>
 #include <sys/wait.h>
+
+#include "tests/support/environment.h"
 
 namespace cohort::test {
 
 std::string bin(const std::string& program) {
-  return std::string(std::getenv("COHORT_BIN")) + "/" + program;
+  return environment("COHORT_BIN") + "/" + program;
 }
 
 Ended shell(const std::string& command) {

@@ -9,6 +9,7 @@
 #include "cohort/base/error.h"
 #include "cohort/text/category_table.h"
 
+#include "tests/support/environment.h"
 #include "tests/text/oracle.h"
 
 namespace cohort::text {
@@ -98,7 +99,7 @@ for category in "PSN":
     print("".join(f"{ord(r[0])}-{ord(r[-1])} " for r in runs))
 )");
   EXPECT_EQ(found.str(),
-            run_command("'" + test_environment("COHORT_TEST_PYTHON") + "' " + script.string()));
+            run_command("'" + test::environment("COHORT_TEST_PYTHON") + "' " + script.string()));
 }
 
 TEST(BleuTest, CountsOfRanksAddUpToTheCorpus) {

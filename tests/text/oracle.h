@@ -10,6 +10,7 @@
 #include "cohort/text/text_file.h"
 #include "cohort/text/utf8.h"
 
+#include "tests/support/environment.h"
 #include "tests/text/text_test_files.h"
 
 namespace cohort::text {
@@ -55,7 +56,7 @@ inline nlohmann::json random_case(std::mt19937& random, nlohmann::json options) 
 
 /// Returns the path of a file in tests/data/text.
 inline std::string oracle_file(const std::string& name) {
-  return test_environment("COHORT_SOURCE") + "/tests/data/text/" + name;
+  return test::environment("COHORT_SOURCE") + "/tests/data/text/" + name;
 }
 
 inline nlohmann::json recorded_oracle(const std::string& name) {
@@ -66,8 +67,9 @@ inline nlohmann::json recorded_oracle(const std::string& name) {
 inline nlohmann::json live_oracle(const std::string& name, const nlohmann::json& cases) {
   const TestFolder folder;
   const std::string file = folder.write("cases.json", cases.dump(-1, ' ', true)).string();
-  return nlohmann::json::parse(run_command("'" + test_environment("COHORT_TEST_PYTHON") + "' -B '" +
-                                           oracle_file(name) + "' --score '" + file + "'"));
+  return nlohmann::json::parse(run_command("'" + test::environment("COHORT_TEST_PYTHON") +
+                                           "' -B '" + oracle_file(name) + "' --score '" + file +
+                                           "'"));
 }
 
 /// Returns the references of segment `i` of a case.

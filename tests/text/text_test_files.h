@@ -39,13 +39,6 @@ class TestFolder {
   std::filesystem::path path_;
 };
 
-/// Returns an environment variable that CTest sets for every test.
-inline std::string test_environment(const char* name) {
-  const char* value = std::getenv(name);
-  if (!value || !*value) throw std::runtime_error(std::string(name) + " is not set");
-  return value;
-}
-
 /// Runs a shell command; returns what it wrote to standard output, throws if it did not succeed.
 inline std::string run_command(const std::string& command) {
   FILE* pipe = ::popen(command.c_str(), "r");

@@ -2,7 +2,6 @@
 #include "cohort/train/event_file.h"
 
 #include <cmath>
-#include <cstdlib>
 #include <filesystem>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
@@ -11,6 +10,7 @@
 #include "cohort/base/error.h"
 
 #include "tests/base/temporary_folder.h"
+#include "tests/support/environment.h"
 #include "tests/support/shell.h"
 
 namespace cohort::train {
@@ -20,9 +20,9 @@ using nlohmann::json;
 
 // What the real TensorBoard reads.
 json read_events(const std::string& folder) {
-  const test::Ended ended =
-      test::shell("'" + std::string(std::getenv("COHORT_TEST_PYTHON")) + "' -B '" +
-                  std::getenv("COHORT_SOURCE") + "/tests/train/read_events.py' '" + folder + "'");
+  const test::Ended ended = test::shell("'" + test::environment("COHORT_TEST_PYTHON") + "' -B '" +
+                                        test::environment("COHORT_SOURCE") +
+                                        "/tests/train/read_events.py' '" + folder + "'");
   EXPECT_EQ(ended.code, 0) << ended.output;
   // TensorBoard warns on stderr that there is no TensorFlow.
   return json::parse(ended.output.substr(ended.output.find('{')));

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Trained models whose scores PyTorch's modules computed, in float64, from the same files: what
 // tests/peers/nmt_parity.py --record has left in recorded_logits/.
-#include <cstdlib>
 #include <filesystem>
 #include <gtest/gtest.h>
 
@@ -10,6 +9,7 @@
 #include "cohort/translate/run_folder.h"
 
 #include "tests/base/temporary_folder.h"
+#include "tests/support/environment.h"
 #include "tests/support/logits.h"
 
 namespace cohort::translate {
@@ -51,7 +51,8 @@ Recorded read(const std::string& folder) {
 class RecordedLogitsTest : public testing::Test {
  protected:
   RecordedLogitsTest() {
-    const fs::path all = fs::path(std::getenv("COHORT_SOURCE")) / "tests/translate/recorded_logits";
+    const fs::path all =
+        fs::path(test::environment("COHORT_SOURCE")) / "tests/translate/recorded_logits";
     for (const auto& entry : fs::directory_iterator(all)) recorded_.push_back(read(entry.path()));
   }
   std::vector<Recorded> recorded_;
