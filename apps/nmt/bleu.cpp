@@ -219,7 +219,7 @@ int run(BleuCommand& command, const CLI::App& app) {
   command.bleu.tokenizer = text::parse_bleu_tokenizer(command.tokenize);
   command.bleu.smoothing = text::parse_bleu_smoothing(command.smooth_method);
   if (command.hypotheses.size() > 1) {
-    throw ConfigError("--input: expected one file, found " +
+    throw ConfigError("--input: expected one file, got " +
                       std::to_string(command.hypotheses.size()) +
                       " (references stand before it, or behind --ref)");
   }
@@ -228,7 +228,7 @@ int run(BleuCommand& command, const CLI::App& app) {
            command.metrics.end();
   };
   if (command.sentence_level && wanted("bleu") && wanted("chrf")) {
-    throw ConfigError("--sentence-level: expected one of --metrics, found bleu and chrf");
+    throw ConfigError("--sentence-level: expected one of --metrics, got bleu and chrf");
   }
   if (command.sentence_level && command.confidence)
     throw ConfigError("--confidence: expected a corpus's score, not --sentence-level");

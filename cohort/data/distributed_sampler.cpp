@@ -25,10 +25,10 @@ void check_weights(const DistributedSamplerOptions& options, int64_t epoch_size)
   if (weights.empty()) return;
   require(static_cast<int64_t>(weights.size()) == options.num_examples,
           "expected one weight for each of " + std::to_string(options.num_examples) +
-              " examples, found " + std::to_string(weights.size()));
+              " examples, got " + std::to_string(weights.size()));
   require(options.shuffle, "weights draw at random, expected shuffle = true");
   for (size_t i = 0; i < weights.size(); ++i) {
-    require(weights[i] >= 0 && std::isfinite(weights[i]), "expected finite weights >= 0, found " +
+    require(weights[i] >= 0 && std::isfinite(weights[i]), "expected finite weights >= 0, got " +
                                                               std::to_string(weights[i]) +
                                                               " for example " + std::to_string(i));
   }
@@ -36,7 +36,7 @@ void check_weights(const DistributedSamplerOptions& options, int64_t epoch_size)
       std::count_if(weights.begin(), weights.end(), [](double w) { return w > 0; });
   const int64_t needed = options.draw == Draw::kWithoutReplacement ? epoch_size : 1;
   require(positive >= needed, "expected at least " + std::to_string(needed) +
-                                  " weights above 0, found " + std::to_string(positive));
+                                  " weights above 0, got " + std::to_string(positive));
 }
 
 }  // namespace
@@ -44,29 +44,29 @@ void check_weights(const DistributedSamplerOptions& options, int64_t epoch_size)
 DistributedSampler::DistributedSampler(const DistributedSamplerOptions& options)
     : options_(options) {
   require(options.num_examples > 0,
-          "expected num_examples > 0, found " + std::to_string(options.num_examples));
+          "expected num_examples > 0, got " + std::to_string(options.num_examples));
   require(options.world_size > 0,
-          "expected world_size > 0, found " + std::to_string(options.world_size));
+          "expected world_size > 0, got " + std::to_string(options.world_size));
   require(options.rank >= 0 && options.rank < options.world_size,
-          "expected rank in [0, " + std::to_string(options.world_size) + "), found " +
+          "expected rank in [0, " + std::to_string(options.world_size) + "), got " +
               std::to_string(options.rank));
   require(options.epoch_size >= 0,
-          "expected epoch_size >= 0, found " + std::to_string(options.epoch_size));
+          "expected epoch_size >= 0, got " + std::to_string(options.epoch_size));
   require(options.tail != Tail::kDropLast || epoch_size() >= options.world_size,
-          "expected num_examples >= world_size when the tail is dropped, found " +
+          "expected num_examples >= world_size when the tail is dropped, got " +
               std::to_string(epoch_size()) + " examples for " + std::to_string(options.world_size) +
               " ranks");
   check_weights(options, epoch_size());
 }
 
 void DistributedSampler::set_epoch(int64_t epoch) {
-  require(epoch >= 0, "expected epoch >= 0, found " + std::to_string(epoch));
+  require(epoch >= 0, "expected epoch >= 0, got " + std::to_string(epoch));
   epoch_ = epoch;
   consumed_ = 0;
 }
 
 void DistributedSampler::resume(int64_t consumed) {
-  require(consumed >= 0, "expected consumed >= 0, found " + std::to_string(consumed));
+  require(consumed >= 0, "expected consumed >= 0, got " + std::to_string(consumed));
   consumed_ = std::min(consumed, epoch_size());
 }
 
@@ -143,7 +143,7 @@ std::vector<int64_t> DistributedSampler::indices() const {
 std::vector<std::vector<int64_t>> cut_batches(std::span<const int64_t> indices, int64_t batch_size,
                                               LastBatch last) {
   if (batch_size <= 0) {
-    throw ConfigError("cut_batches: expected batch_size > 0, found " + std::to_string(batch_size));
+    throw ConfigError("cut_batches: expected batch_size > 0, got " + std::to_string(batch_size));
   }
   const auto step = static_cast<size_t>(batch_size);
   std::vector<std::vector<int64_t>> batches;

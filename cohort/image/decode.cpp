@@ -112,10 +112,10 @@ Image EncodedImage::decode() const {
 Region EncodedImage::decode(const Rect& part, int shrink) const {
   TORCH_CHECK_VALUE(part.top >= 0 && part.left >= 0 && part.height > 0 && part.width > 0 &&
                         part.top + part.height <= height_ && part.left + part.width <= width_,
-                    name_, ": expected a part inside ", height_, " x ", width_, " pixels, found ",
+                    name_, ": expected a part inside ", height_, " x ", width_, " pixels, got ",
                     part.height, " x ", part.width, " at ", part.top, ", ", part.left);
   TORCH_CHECK_VALUE(shrink == 1 || shrink == 2 || shrink == 4 || shrink == 8, name_,
-                    ": expected shrink 1, 2, 4 or 8, found ", shrink);
+                    ": expected shrink 1, 2, 4 or 8, got ", shrink);
   if (format_ == Format::kJpeg) return decode_jpeg(name_, bytes_, part, shrink);
   return {.image = cut_out(PngReader(name_, bytes_).read(), part),
           .covers = {.top = static_cast<double>(part.top),

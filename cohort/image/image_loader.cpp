@@ -155,7 +155,7 @@ ImageLoader::ImageLoader(const ImageFolder& folder, std::vector<std::vector<int6
                         options.transforms.size > 0 &&
                         options.transforms.resize >= options.transforms.size,
                     "ImageLoader: expected num_threads, batches_ahead and size above 0 and resize "
-                    "not below size, found ",
+                    "not below size, got ",
                     options.num_threads, ", ", options.batches_ahead, ", ", options.transforms.size,
                     " and ", options.transforms.resize);
   for (int i = 0; i < options.num_threads; ++i) {

@@ -172,7 +172,7 @@ BleuStats& BleuStats::operator+=(const BleuStats& other) {
 
 BleuStats bleu_statistics(std::string_view hypothesis, std::span<const std::string> references,
                           const BleuOptions& options) {
-  TORCH_CHECK_VALUE(!references.empty(), "BLEU expected at least one reference, found none");
+  TORCH_CHECK_VALUE(!references.empty(), "BLEU expected at least one reference, got none");
   TokenNumbers numbers;
   const std::vector<int32_t> hypothesis_tokens = number_tokens(hypothesis, options, numbers);
   BleuStats stats;

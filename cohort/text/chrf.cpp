@@ -28,13 +28,13 @@ struct Sequences {
 
 void check(const ChrfOptions& options) {
   TORCH_CHECK_VALUE(options.char_order >= 1 && options.char_order <= kMaxChrfCharOrder,
-                    "chrF expected a character order of 1 to ", kMaxChrfCharOrder, ", found ",
+                    "chrF expected a character order of 1 to ", kMaxChrfCharOrder, ", got ",
                     options.char_order);
   TORCH_CHECK_VALUE(options.word_order >= 0 && options.word_order <= kMaxChrfWordOrder,
-                    "chrF expected a word order of 0 to ", kMaxChrfWordOrder, ", found ",
+                    "chrF expected a word order of 0 to ", kMaxChrfWordOrder, ", got ",
                     options.word_order);
   TORCH_CHECK_VALUE(options.beta >= 0 && options.beta <= 1000,
-                    "chrF expected a beta of 0 to 1000, found ", options.beta);
+                    "chrF expected a beta of 0 to 1000, got ", options.beta);
 }
 
 bool is_punctuation(char32_t c) {
@@ -157,7 +157,7 @@ ChrfStats& ChrfStats::operator+=(const ChrfStats& other) {
 ChrfStats chrf_statistics(std::string_view hypothesis, std::span<const std::string> references,
                           const ChrfOptions& options) {
   check(options);
-  TORCH_CHECK_VALUE(!references.empty(), "chrF expected at least one reference, found none");
+  TORCH_CHECK_VALUE(!references.empty(), "chrF expected at least one reference, got none");
   WordNumbers numbers;
   const Sequences found = read(hypothesis, options, numbers);
   ChrfStats best;

@@ -165,7 +165,7 @@ void read_any(std::span<const fs::path> paths, Filter& filter) {
   }
   if (paths.size() == 2) return read_two_files(paths[0], paths[1], filter);
   if (paths.size() != 1) {
-    throw ConfigError("parallel text: expected one or two files, found " +
+    throw ConfigError("parallel text: expected one or two files, got " +
                       std::to_string(paths.size()));
   }
   const std::string extension = paths[0].extension().string();

@@ -48,7 +48,7 @@ void DataLoaderSampler::reset(std::optional<size_t> new_size) {
   State& my = *state_;
   if (new_size && static_cast<int64_t>(*new_size) != my.num_examples) {
     throw ConfigError("DataLoaderSampler: expected a data set of " +
-                      std::to_string(my.num_examples) + " examples, found " +
+                      std::to_string(my.num_examples) + " examples, got " +
                       std::to_string(*new_size));
   }
   if (my.begun) my.sampler.resume(0);
@@ -59,7 +59,7 @@ void DataLoaderSampler::reset(std::optional<size_t> new_size) {
 
 std::optional<std::vector<size_t>> DataLoaderSampler::next(size_t batch_size) {
   State& my = *state_;
-  if (batch_size == 0) throw ConfigError("DataLoaderSampler: expected a batch size > 0, found 0");
+  if (batch_size == 0) throw ConfigError("DataLoaderSampler: expected a batch size > 0, got 0");
   if (!my.begun) reset();
   const size_t count = std::min(batch_size, my.indices.size() - my.given);
   if (count == 0) return std::nullopt;

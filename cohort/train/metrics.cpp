@@ -24,7 +24,7 @@ std::vector<double> reduce_sums(const comm::ProcessGroup& group, std::span<const
 }
 
 void MeanMetric::add(double mean, int64_t count) {
-  TORCH_CHECK_VALUE(count >= 0, "MeanMetric: expected count >= 0, found ", count);
+  TORCH_CHECK_VALUE(count >= 0, "MeanMetric: expected count >= 0, got ", count);
   if (count == 0) return;
   sum_ += mean * static_cast<double>(count);
   count_ += count;
@@ -47,8 +47,8 @@ double MeanMetric::mean(const comm::ProcessGroup& group, CallSite site) const {
 at::Tensor top_k_hits(const at::Tensor& scores_BC, const at::Tensor& labels_B, int64_t k) {
   TORCH_CHECK_VALUE(scores_BC.dim() == 2 && labels_B.dim() == 1 &&
                         labels_B.size(0) == scores_BC.size(0) && k >= 1,
-                    "top_k: expected scores [B, C], labels [B] and k >= 1, found ",
-                    scores_BC.sizes(), ", ", labels_B.sizes(), " and ", k);
+                    "top_k: expected scores [B, C], labels [B] and k >= 1, got ", scores_BC.sizes(),
+                    ", ", labels_B.sizes(), " and ", k);
   const at::Tensor scores = scores_BC.detach();
   const at::Tensor labels_B1 = labels_B.unsqueeze(1);
   const at::Tensor own_B1 = scores.gather(1, labels_B1);

@@ -312,11 +312,11 @@ TEST(DistributedSamplerTest, RefusesBadWeights) {
         test::message_of<ConfigError>([&] { DistributedSampler sampler(options); });
     EXPECT_NE(message.find(text), std::string::npos) << message;
   };
-  expect({.num_examples = 3, .weights = {1, 2}}, "each of 3 examples, found 2");
-  expect({.num_examples = 2, .weights = {1, -2}}, "found -2.000000 for example 1");
-  expect({.num_examples = 2, .weights = {0, 0}}, "at least 1 weights above 0, found 0");
+  expect({.num_examples = 3, .weights = {1, 2}}, "each of 3 examples, got 2");
+  expect({.num_examples = 2, .weights = {1, -2}}, "got -2.000000 for example 1");
+  expect({.num_examples = 2, .weights = {0, 0}}, "at least 1 weights above 0, got 0");
   expect({.num_examples = 2, .weights = {1, 0}, .draw = Draw::kWithoutReplacement},
-         "at least 2 weights above 0, found 1");
+         "at least 2 weights above 0, got 1");
   expect({.num_examples = 2, .shuffle = false, .weights = {1, 1}}, "expected shuffle = true");
 }
 

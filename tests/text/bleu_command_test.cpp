@@ -8,6 +8,7 @@
 #include "cohort/cli/parse.h"
 
 #include "apps/nmt/bleu.h"
+#include "tests/support/environment.h"
 #include "tests/support/message_of.h"
 #include "tests/text/text_test_files.h"
 
@@ -45,7 +46,7 @@ class BleuCommandTest : public testing::Test {
   }
 
   std::string sacrebleu(const std::string& arguments) const {
-    return run_command("'" + test_environment("COHORT_TEST_PYTHON") + "' -m sacrebleu --quiet " +
+    return run_command("'" + test::environment("COHORT_TEST_PYTHON") + "' -m sacrebleu --quiet " +
                        arguments);
   }
 
@@ -209,10 +210,10 @@ TEST_F(BleuCommandTest, BadInputIsNamed) {
       empty + ": expected hypotheses, found no line");
   EXPECT_EQ(test::message_of<ConfigError>(
                 [&] { run("bleu " + reference_ + " -i " + hypotheses_ + " " + second_); }),
-            "--input: expected one file, found 2 (references stand before it, or behind --ref)");
+            "--input: expected one file, got 2 (references stand before it, or behind --ref)");
   EXPECT_EQ(test::message_of<ConfigError>(
                 [&] { run("bleu " + reference_ + " -m bleu chrf -sl -i " + hypotheses_); }),
-            "--sentence-level: expected one of --metrics, found bleu and chrf");
+            "--sentence-level: expected one of --metrics, got bleu and chrf");
   EXPECT_EQ(test::message_of<ConfigError>([&] { run("bleu x --tokenize spm"); }),
             "--tokenize spm: expected 13a, intl, zh, char or none");
   EXPECT_EQ(test::message_of<ConfigError>([&] { run("bleu x -s more"); }),

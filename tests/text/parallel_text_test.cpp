@@ -179,9 +179,9 @@ TEST_F(ParallelTextTest, WhatIsNoRegularFileIsRefusedUnread) {
 
 TEST_F(ParallelTextTest, OtherNumbersAndKindsOfFilesAreErrors) {
   EXPECT_EQ(test::message_of<ConfigError>([] { read_parallel_text({}); }),
-            "parallel text: expected one or two files, found 0");
+            "parallel text: expected one or two files, got 0");
   EXPECT_EQ(error({{"a", "x"}, {"b", "x"}, {"c", "x"}}),
-            "parallel text: expected one or two files, found 3");
+            "parallel text: expected one or two files, got 3");
   EXPECT_EQ(error({{"a.txt", "x"}}),
             "@/a.txt: expected a .tsv or .json file, or two files (source, target)");
   EXPECT_EQ(error({{"a.en", "x"}, {"a.zh.gz", "x"}}),

@@ -145,9 +145,9 @@ TEST(DataLoaderSamplerTest, RefusesOtherSizesByName) {
   DataLoaderSampler sampler({.num_examples = 5});
   sampler.reset(5);
   EXPECT_EQ(test::message_of<ConfigError>([&] { sampler.reset(6); }),
-            "DataLoaderSampler: expected a data set of 5 examples, found 6");
+            "DataLoaderSampler: expected a data set of 5 examples, got 6");
   EXPECT_EQ(test::message_of<ConfigError>([&] { sampler.next(0); }),
-            "DataLoaderSampler: expected a batch size > 0, found 0");
+            "DataLoaderSampler: expected a batch size > 0, got 0");
   EXPECT_THROW(DataLoaderSampler({.num_examples = 0}), ConfigError);
 }
 
