@@ -7,7 +7,6 @@
 // difference, the exposed communication; the share of the all-reduce that backward hid, as the
 // engine's own clock saw it; bucket sizes.
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <chrono>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -30,10 +29,12 @@
 #include "apps/bench_decode.h"
 #include "apps/bench_step.h"
 #endif
+#include "bench/median.h"
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using cohort::bench::median_of;
 using cohort::comm::ProcessGroup;
 using Ddp = cohort::parallel::DistributedDataParallel<torch::nn::Sequential>;
 
@@ -54,11 +55,6 @@ cohort::parallel::CommHook hook_named(const std::string& name) {
   if (name == "bf16") return cohort::parallel::bf16_compress_hook();
   return cohort::parallel::power_sgd_hook(std::make_shared<cohort::parallel::PowerSgdState>(
       cohort::parallel::PowerSgdOptions{.start_power_sgd_iter = 2}));
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
 }
 
 // Seconds of one forward and backward, with the averaging or without.
@@ -101,9 +97,9 @@ nlohmann::ordered_json bench_ddp(const Options& options, const ProcessGroup& gro
           {"parameter_bytes", data.total_parameter_size_bytes},
           {"bucket_bytes", data.bucket_sizes_bytes},
           {"has_rebuilt_buckets", data.has_rebuilt_buckets},
-          {"step_s", median(with)},
-          {"step_without_communication_s", median(without)},
-          {"exposed_communication_s", median(with) - median(without)},
+          {"step_s", median_of(with)},
+          {"step_without_communication_s", median_of(without)},
+          {"exposed_communication_s", median_of(with) - median_of(without)},
           {"forward_s", seconds(data.forward_compute_time)},
           {"backward_s", seconds(data.backward_compute_time)},
           {"communication_s", travel},

@@ -16,6 +16,8 @@
 #include "cohort/cli/parse.h"
 #include "cohort/comm/shared_tensor.h"
 
+#include "bench/median.h"
+
 namespace cohort::apps {
 namespace {
 
@@ -68,11 +70,6 @@ double cpu_seconds() {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
 }
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
 // So that a round takes a while and a small size many calls.
 int calls_for(int64_t bytes, int64_t round_bytes) {
   return static_cast<int>(std::clamp<int64_t>(round_bytes / bytes, 4, 2000));
@@ -100,7 +97,7 @@ void measure(const ProcessGroup& group, const Operation& operation, int64_t roun
 }
 
 void print(const Result& result, double bus_factor, bool json, Console& console) {
-  const double seconds = median(result.seconds);
+  const double seconds = bench::median_of(result.seconds);
   const auto [least, most] = std::ranges::minmax_element(result.seconds);
   const double rate = static_cast<double>(result.bytes) / seconds * 1e-9;
   const double cpu_us = result.cpu_seconds / static_cast<double>(result.seconds.size()) * 1e6;
