@@ -13,8 +13,10 @@
 #include <numeric>
 
 #include "cohort/base/console.h"
+#include "cohort/cli/counted.h"
 #include "cohort/cli/parse.h"
 #include "cohort/comm/shared_tensor.h"
+#include "cohort/train/progress.h"
 
 #include "bench/median.h"
 
@@ -127,7 +129,7 @@ void BenchComm::add_to(CLI::App& app) {
       ->check(CLI::IsMember(names));
   app.add_option("--backends", backends_,
                  "Backends to measure in turns (default: that of --dist-backend)")
-      ->type_name("NAME...");
+      ->type_name("NAME");
   app.add_option("--min-bytes", min_bytes_, "Smallest size")
       ->capture_default_str()
       ->check(cli::above_zero());
@@ -167,11 +169,17 @@ void BenchComm::run(const ProcessGroup& group) const {
                        .bus_factor = [](double) { return 1.0; }};
   Console console(group.rank());
   if (!json_)
-    console.print("# %s of float32, %d ranks\n%-14s %12s %12s %12s %12s %12s %12s %12s\n",
-                  operation_.c_str(), group.size(), "backend", "bytes", "us", "least", "most",
-                  "algbw GB/s", "busbw GB/s", "CPU us, all");
+    console.print("# %s of float32, %s\n%-14s %12s %12s %12s %12s %12s %12s %12s\n",
+                  operation_.c_str(), cli::counted(group.size(), "rank").c_str(), "backend",
+                  "bytes", "us", "least", "most", "algbw GB/s", "busbw GB/s", "CPU us, all");
+  std::vector<int64_t> sizes;
   for (int64_t bytes = std::max(min_bytes_, 4 * int64_t{group.size()}); bytes <= max_bytes_;
-       bytes *= factor_) {
+       bytes *= factor_)
+    sizes.push_back(bytes);
+  train::Progress progress;
+  const bool shows = group.rank() == 0 && train::is_terminal(STDERR_FILENO);
+  int64_t done = 0;
+  for (const int64_t bytes : sizes) {
     std::vector<Result> results;
     std::vector<ProcessGroup> by_result;
     for (size_t i = 0; i < groups.size(); ++i) {
@@ -190,6 +198,15 @@ void BenchComm::run(const ProcessGroup& group) const {
       for (size_t i = 0; i < results.size(); ++i)
         measure(by_result[i], operation, round_bytes_, results[i]);
       if (copy_) measure(group, copy, round_bytes_, plain);
+      if (!shows) continue;
+      progress.update({.phase = std::to_string(bytes) + " bytes",
+                       .step = ++done,
+                       .num_steps = std::ssize(sizes) * rounds_});
+    }
+    if (bytes == sizes.back()) {
+      progress.finish();
+    } else {
+      progress.clear();
     }
     for (const Result& result : results)
       print(result, operation.bus_factor(group.size()), json_, console);

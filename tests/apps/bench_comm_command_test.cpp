@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "tests/base/temporary_folder.h"
 #include "tests/support/shell.h"
 
 namespace cohort {
@@ -29,6 +30,21 @@ TEST(BenchCommTest, ARankAloneOnItsHostMeasuresRegisteredTensorsWithTheOthers) {
     if (line.starts_with("{")) backends.push_back(nlohmann::json::parse(line)["backend"]);
   EXPECT_EQ(backends, (std::vector<std::string>{"hierarchical", "hierarchical-registered", "gloo"}))
       << ended.output;
+}
+
+TEST(BenchCommTest, ATerminalSeesProgressAndAFileNone) {
+  const TemporaryFolder folder;
+  const std::string file = folder / "lines";
+  const std::string command = bin("cohort-bench") +
+                              " comm --min-bytes 4096 --max-bytes 4096 --rounds 2 --round-bytes "
+                              "4096 --json ";
+  const Ended seen = shell("LC_ALL=C TERM=xterm script -qec '" + command + "> " + file + "' /dev/null");
+  EXPECT_EQ(seen.code, 0) << seen.output;
+  EXPECT_NE(seen.output.find("4096 bytes ["), std::string::npos) << seen.output;
+  EXPECT_NE(seen.output.find(" 2/2 "), std::string::npos) << seen.output;
+  const std::string lines = read_file(file);
+  EXPECT_EQ(nlohmann::json::parse(lines)["bytes"], 4096) << lines;
+  EXPECT_EQ(shell(command + "2>&1 >/dev/null").output, "");
 }
 
 }  // namespace bench_comm_command_test
