@@ -94,9 +94,11 @@ void add_training_flags(CLI::App& app, Options& o) {
   app.add_option("-p,--print-freq", o.print_freq, "Steps between progress lines")
       ->check(cohort::cli::above_zero())
       ->capture_default_str();
-  app.add_option("--resume", o.resume, "Folder of the checkpoint to resume from");
+  app.add_option("--resume", o.resume, "Folder of the checkpoint to resume from")
+      ->type_name(cohort::kFolder);
   app.add_flag("-e,--evaluate", o.evaluate, "Only evaluate on val/");
   app.add_option("--output", o.output, "Folder for checkpoint/, model_best/ and history.jsonl")
+      ->type_name(cohort::kFolder)
       ->capture_default_str();
   cohort::cli::add_profile_flags(app, o.profile, "Output");
 }

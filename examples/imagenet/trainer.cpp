@@ -8,6 +8,7 @@
 #include <torch/utils.h>
 
 #include "cohort/base/error.h"
+#include "cohort/cli/counted.h"
 #include "cohort/data/distributed_sampler.h"
 #include "cohort/parallel/model_state.h"
 #include "cohort/parallel/sync_batch_norm.h"
@@ -19,6 +20,7 @@ namespace imagenet {
 namespace {
 
 using cohort::ConfigError;
+using cohort::cli::counted;
 using cohort::image::ImageBatch;
 using cohort::image::ImageFolder;
 using cohort::image::ImageLoader;
@@ -107,7 +109,7 @@ Trainer::Trainer(const Options& options, const cohort::comm::ProcessGroup& group
   }
   training_set_.emplace(options.data + "/train");
   if (training_set_->classes() != validation_set_.classes()) {
-    throw ConfigError(options.data + ": train and val have different classes");
+    throw ConfigError(options.data + ": expected folders of the same names in train and in val");
   }
   const auto rule = cohort::train::parse_learning_rate_rule(options.lr_rule);
   learning_rate_ =
@@ -116,10 +118,9 @@ Trainer::Trainer(const Options& options, const cohort::comm::ProcessGroup& group
   make_scaler();
   if (!options.resume.empty()) resume();
   console_.print(
-      "%s, %lld classes, %lld pictures; batch %lld on %d ranks; learning rate %s; %s, %s\n",
-      options.arch.c_str(), static_cast<long long>(std::ssize(training_set_->classes())),
-      static_cast<long long>(training_set_->size()), static_cast<long long>(global_batch()),
-      group.size(),
+      "%s, %zu classes, %s; batch %lld on %s; learning rate %s; %s, %s\n", options.arch.c_str(),
+      training_set_->classes().size(), counted(training_set_->size(), "picture").c_str(),
+      static_cast<long long>(global_batch()), counted(group.size(), "rank").c_str(),
       cohort::train::describe_learning_rate(options.lr, kBaseBatch, global_batch(), rule).c_str(),
       options.precision.c_str(), options_.channels_last ? "channels last" : "contiguous");
 }
@@ -170,8 +171,8 @@ void Trainer::resume() {
   }
   load_run(options_.resume, *parallel_, optimizer_->momentum(), group_);
   optimizer_->check_resumed(options_.resume, state_);
-  console_.print("resumed from %s, %lld epochs done\n", options_.resume.c_str(),
-                 static_cast<long long>(state_.epochs_done));
+  console_.print("resumed from %s, %s done\n", options_.resume.c_str(),
+                 counted(state_.epochs_done, "epoch").c_str());
 }
 
 cohort::image::ImageLoaderOptions Trainer::loader_options(Transform transform,
@@ -221,8 +222,8 @@ Scores Trainer::evaluate() {
   }
   model_->train();
   const Scores scores = sums.scores(group_);
-  console_.print("evaluated %lld pictures: loss %.8f top1 %.3f top5 %.3f\n",
-                 static_cast<long long>(scores.count), scores.loss, scores.top1, scores.top5);
+  console_.print("evaluated %s: loss %.8f top1 %.3f top5 %.3f\n",
+                 counted(scores.count, "picture").c_str(), scores.loss, scores.top1, scores.top5);
   return scores;
 }
 
@@ -296,8 +297,8 @@ EpochReport Trainer::train_epoch(int64_t epoch) {
   }
   const int64_t skipped = group_.all_reduce_sum(loader.num_skipped());
   if (skipped > 0) {
-    console_.print("epoch %lld: %lld damaged pictures left out\n", static_cast<long long>(epoch),
-                   static_cast<long long>(skipped));
+    console_.print("epoch %lld: %s left out\n", static_cast<long long>(epoch),
+                   counted(skipped, "damaged picture").c_str());
   }
   return report(sums.scores(group_));
 }

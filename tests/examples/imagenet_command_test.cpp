@@ -322,7 +322,7 @@ TEST_F(ImagenetCommandTest, DamagedPictureIsNamedOrSkipped) {
   expect_refused(2, on_ranks(1, "run", "--epochs 1"), path);
   const Ended skipping = on_ranks(1, "run", "--epochs 1 --skip-damaged");
   EXPECT_EQ(skipping.code, 0) << skipping.output;
-  EXPECT_NE(skipping.output.find("epoch 0: 1 damaged pictures left out"), std::string::npos)
+  EXPECT_NE(skipping.output.find("epoch 0: 1 damaged picture left out"), std::string::npos)
       << skipping.output;
 }
 
