@@ -32,7 +32,8 @@ struct BackendRequest {
 struct BackendPlugin {
   c10::DeviceType device = c10::DeviceType::CPU;  ///< Where its tensors live.
   /// Connects this rank to its peers. Collective over the ranks of the request's store; blocks, at
-  /// most `timeout`.
+  /// most `timeout`. A rank may drop the backend as soon as it has it, so this ends on no rank while
+  /// another still needs that one to connect.
   /// Errors: ConfigError or c10::ValueError for bad settings; what the backend throws for the
   ///         network's fault.
   std::function<c10::intrusive_ptr<c10d::Backend>(const BackendRequest&)> make;

@@ -4,18 +4,22 @@
 #include <array>
 #include <chrono>
 #include <cstdio>
+#include <filesystem>
 #include <functional>
 #include <gtest/gtest.h>
+#include <memory>
 #include <numeric>
 #include <string>
 #include <thread>
 #include <torch/autograd.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <unistd.h>
 #include <utility>
 #include <vector>
 
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
+#include "cohort/comm/backend.h"
 #include "cohort/comm/process_group.h"
 
 #include "tests/support/hosts.h"
@@ -296,6 +300,49 @@ TEST(HandleTest, ASubgroupLivesOnItsOwn) {
     const ProcessGroup last = own.subgroup({0, 1}, "last");
     own = {};
     EXPECT_EQ(last.all_reduce_sum(1), 2);
+  });
+}
+
+// A store that is slow to answer: its rank connects after the others.
+class SlowStore : public c10d::PrefixStore {
+ public:
+  SlowStore(milliseconds delay, c10::intrusive_ptr<c10d::Store> store)
+      : PrefixStore("slow", std::move(store)), delay_(delay) {}
+  std::vector<uint8_t> get(const std::string& key) override {
+    std::this_thread::sleep_for(delay_);
+    return PrefixStore::get(key);
+  }
+
+ private:
+  const milliseconds delay_;
+};
+
+// The first to be connected destroys its connections while another has not begun to connect.
+TEST(HandleTest, AGroupMayBeDroppedAsSoonAsItIsMade) {
+  test::ranks(3, [](const ProcessGroup& world) {
+    const auto delay = std::make_shared<milliseconds>(0);
+    register_backend("slow_gloo", {.make = [delay](BackendRequest request) {
+                       request.store = c10::make_intrusive<SlowStore>(*delay, request.store);
+                       return find_backend("gloo").make(request);
+                     }});
+    const std::string store = world.broadcast_object(
+        (std::filesystem::temp_directory_path() / ("cohort-drop-" + std::to_string(getpid())))
+            .string());
+    for (int round = 0; round < 18; ++round) {
+      *delay = milliseconds(world.rank() == round % 3 ? 20 : 0);
+      if (round < 12) {
+        world.subgroup({0, 1, 2}, "dropped", {.backend = "slow_gloo"});
+      } else {
+        ProcessGroup({.rank = world.rank(),
+                      .world_size = 3,
+                      .finds_host = true,
+                      .store_file = store + "-" + std::to_string(round)},
+                     {.backend = "slow_gloo"});
+      }
+    }
+    world.barrier("all have left the files");
+    for (int round = 12; world.rank() == 0 && round < 18; ++round)
+      std::filesystem::remove(store + "-" + std::to_string(round));
   });
 }
 

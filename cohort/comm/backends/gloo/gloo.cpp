@@ -5,7 +5,10 @@
 #include "cohort/comm/backends/gloo/gloo.h"
 
 #include <algorithm>
+#include <chrono>
+#include <cstdint>
 #include <cstdlib>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -22,6 +25,8 @@ namespace {
 
 using Gloo = c10d::ProcessGroupGloo;
 using Device = std::shared_ptr<::gloo::transport::Device>;
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
 
 class GlooBackend : public Gloo, public NumberedBackend {
  public:
@@ -31,6 +36,16 @@ class GlooBackend : public Gloo, public NumberedBackend {
   // Before the backend is used.
   void set_connections(Connections connections) { connections_ = std::move(connections); }
   void set_one_host(bool one_host) { one_host_ = one_host; }
+  // Until every rank has its connections and needs the store no more. A rank that leaves may close
+  // its own at once: it has read all that the others sent for this, and what it sent comes before the
+  // end.
+  void await_all(Clock::time_point deadline) {
+    const milliseconds timeout = options_->timeout;
+    setTimeout(std::max(std::chrono::ceil<milliseconds>(deadline - Clock::now()), milliseconds(1)));
+    number_next(std::numeric_limits<uint32_t>::max());  // The next one's is 0.
+    barrier()->wait();
+    setTimeout(timeout);
+  }
   // Operations that wait end with an error, and so do those that begin.
   void abort() override { connections_.shut_down(); }
 
@@ -61,7 +76,9 @@ Device make_device(const BackendRequest& request) {
 }
 
 // Makes a device and finds where it listens: at the one endpoint that is new. Another thread of the
-// program may begin to listen at the same moment; then again.
+// program may begin to listen at the same moment; then again. Each group has its own, with its
+// thread: a device reports a connection that comes after its group has given up to what that has
+// destroyed, so it must not outlive the group.
 Device make_device(const BackendRequest& request, Endpoint& endpoint) {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
@@ -110,6 +127,7 @@ std::string host_of(const Endpoint& endpoint) {
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request) {
+  const auto deadline = Clock::now() + request.timeout;
   turn_flight_recorder_off();
   auto options = Gloo::Options::create(request.timeout);
   Endpoint endpoint;
@@ -126,6 +144,7 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
   backend->set_one_host(std::all_of(peers.begin(), peers.end(), [&](const Endpoint& peer) {
     return host_of(peer) == host_of(endpoint);
   }));
+  backend->await_all(deadline);
   return backend;
 }
 
