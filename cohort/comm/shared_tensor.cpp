@@ -19,6 +19,7 @@ bool shares_tensors(const ProcessGroup& group) {
 
 at::Tensor empty_shared(const ProcessGroup& group, int64_t numel,
                         const at::TensorOptions& options) {
+  TORCH_CHECK_VALUE(numel >= 0, "empty_shared: expected at least 0 elements, got ", numel);
   if (!options.device().is_cpu() || options.pinned_memory() || !shares_tensors(group))
     return at::empty({numel}, options);
   return cpu_backend(group).allocateTensor(numel, options);

@@ -18,8 +18,8 @@ namespace cohort::comm {
 /// Local.
 /// Owner:  the tensor, which may outlive the group. A child that only forks does not have it.
 /// Memory: kept for the group's next tensors when this one goes.
-/// Errors: c10::OutOfMemoryError in one line if the system refuses so much memory. One that
-///         overcommits refuses little.
+/// Errors: c10::ValueError if `numel` is negative; c10::OutOfMemoryError in one line if the system
+///         refuses so much memory. One that overcommits refuses little.
 at::Tensor empty_shared(const ProcessGroup& group, int64_t numel, const at::TensorOptions& options);
 
 /// Whether empty_shared gives memory that ranks of the group's host see.

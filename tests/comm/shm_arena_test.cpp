@@ -276,6 +276,12 @@ TEST(ShmArenaTest, ATensorOutlivesItsGroup) {
       kShm);
 }
 
+TEST(ShmArenaTest, ANegativeLengthIsRefusedByName) {
+  EXPECT_EQ(test::message_of<c10::ValueError>(
+                [] { empty_shared(ProcessGroup(RankInfo{}), -1, at::kFloat); }),
+            "empty_shared: expected at least 0 elements, got -1");
+}
+
 // One rank is limited: all take the slots, and it says so.
 void check_limited(int limited, __rlimit_resource resource, rlim_t most) {
   const auto ends = test::run_ranks(
