@@ -366,10 +366,18 @@ void ProcessGroup::Impl::compare(const Call& call) {
 // "shm" where all ranks can share memory, "hierarchical" where some can on one of several hosts.
 std::string ProcessGroup::Impl::cpu_backend() const {
   const auto known = hosts();
-  const auto groups = host_groups(memory());
+  const auto shared = memory();
+  const auto groups = host_groups(shared);
   const bool one_host = std::ranges::count(known, known.front()) == std::ssize(known);
-  if (one_host) return groups.size() == 1 && !memory().front().empty() ? "shm" : "gloo";
-  return std::ssize(groups) < size() ? "hierarchical" : "gloo";
+  if (one_host && groups.size() == 1 && !shared.front().empty()) return "shm";
+  const std::string taken = one_host || std::ssize(groups) == size() ? "gloo" : "hierarchical";
+  const auto own = static_cast<size_t>(rank);
+  if (shared[own].empty() && std::ranges::count(known, known[own]) > 1) {
+    TORCH_WARN_ONCE(
+        "backend auto takes ", taken,
+        ": this rank shares no memory with the others of its host: ", why_no_memory_sharing());
+  }
+  return taken;
 }
 
 std::vector<std::string> ProcessGroup::Impl::memory() const {

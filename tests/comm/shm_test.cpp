@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 #include <regex>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -445,6 +446,35 @@ TEST(ShmTest, AutoTakesItForRanksOfOneHostAlone) {
                       },
                       {.backend = "auto"});
   for (const auto& end : ends) EXPECT_EQ(end.exit_code, 0) << end.output;
+}
+
+// One rank may write no file that is large enough: all take Gloo, and it says why.
+TEST(ShmTest, AutoSaysWhyARankSharesNoMemory) {
+  const auto ends = test::run_ranks(
+      3,
+      [](const ProcessGroup& group) {
+        const rlimit limit{.rlim_cur = 1 << 20, .rlim_max = 1 << 20};
+        EXPECT_TRUE(group.rank() != 1 || setrlimit(RLIMIT_FSIZE, &limit) == 0);
+        test::on_hosts(group, {"a", "a", "a"},
+                       [](const ProcessGroup& ranks) {
+                         EXPECT_EQ(ranks.backend(), "gloo");
+                         EXPECT_EQ(ranks.all_reduce_sum(1), 3);
+                         const ProcessGroup others = ranks.subgroup({0, 2}, "others");
+                         EXPECT_TRUE(!others || others.backend() == "shm");
+                       },
+                       {.backend = "auto"});
+      },
+      {.backend = "gloo"});
+  for (size_t rank = 0; rank < 3; ++rank) {
+    const std::string& output = ends[rank].output;
+    EXPECT_EQ(ends[rank].exit_code, 0) << output;
+    EXPECT_EQ(output.find("backend auto takes gloo: this rank shares no memory with the others of "
+                          "its host: expected a limit of file sizes (ulimit -f) of at least") !=
+                  std::string::npos,
+              rank == 1)
+        << output;
+    EXPECT_EQ(output.find("KiB, got 1024 KiB") != std::string::npos, rank == 1) << output;
+  }
 }
 
 TEST(ShmTest, RanksOfSeveralHostsAreRefusedByName) {

@@ -673,12 +673,21 @@ c10::intrusive_ptr<c10d::Backend> make_shm_backend(const BackendRequest& request
 }
 
 std::string memory_sharing() {
+  return why_no_memory_sharing().empty() ? "uid" + std::to_string(geteuid()) : std::string();
+}
+
+std::string why_no_memory_sharing() {
   const Fd process(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)));
+  if (!process) return std::string("pidfd_open (Linux 5.3): ") + std::strerror(errno);
   const Fd memory(memfd_create("cohort-shm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!memory) return std::string("memfd_create: ") + std::strerror(errno);
   rlimit file_size{};
   getrlimit(RLIMIT_FSIZE, &file_size);
-  const bool may_grow = file_size.rlim_cur >= exchange_bytes(kMostShmRanks);
-  return process && memory && may_grow ? "uid" + std::to_string(geteuid()) : std::string();
+  const size_t expected = own_bytes(kMostShmRanks);
+  if (file_size.rlim_cur >= expected) return {};
+  return "expected a limit of file sizes (ulimit -f) of at least " +
+         std::to_string(expected >> 10U) + " KiB, got " +
+         std::to_string(file_size.rlim_cur >> 10U) + " KiB";
 }
 
 }  // namespace cohort::comm
