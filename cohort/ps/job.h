@@ -8,6 +8,7 @@
 
 #include "cohort/ps/table/table_options.h"
 #include "cohort/ps/update_rule.h"
+#include "cohort/ps/wire_dtype.h"
 
 namespace cohort::ps {
 
@@ -42,6 +43,7 @@ struct JobOptions {
   /// logged: its trainer gets c10::ValueError, and can push no more. False: it is applied.
   bool error_if_nonfinite = true;
   RuleOptions dense_rule{.rule = Rule::kAdam, .learning_rate = 1e-3f};
+  WireDtype dense_wire_dtype = WireDtype::kFloat32;  ///< Of the blocks' values in pulls and pushes.
   std::vector<BlockOptions> blocks;
   std::vector<TableOptions> tables;
 

@@ -81,6 +81,12 @@ inline void to_json(nlohmann::json& json, const Rule& rule) {
 inline void from_json(const nlohmann::json& json, Rule& rule) {
   rule = rule_named(json.get<std::string>());
 }
+inline void to_json(nlohmann::json& json, const WireDtype& dtype) {
+  json = to_string(dtype);
+}
+inline void from_json(const nlohmann::json& json, WireDtype& dtype) {
+  dtype = wire_dtype_named(json.get<std::string>());
+}
 
 // Calls `visit(name, field)` for each field of a struct, and `visit(name, field, true)` for those
 // that older versions did not write.
@@ -130,6 +136,7 @@ void visit_fields(TableOptions& options, const auto& visit) {
   visit("eviction", options.eviction);
   visit("memory_cap_bytes", options.memory_cap_bytes);
   visit("at_cap", options.at_cap);
+  visit("wire_dtype", options.wire_dtype, true);  // Since 0.4.
 }
 void visit_fields(BlockOptions& options, const auto& visit) {
   visit("parameter", options.parameter);
@@ -146,6 +153,7 @@ void visit_fields(JobOptions& options, const auto& visit) {
   visit("max_staleness", options.max_staleness);
   visit("error_if_nonfinite", options.error_if_nonfinite, true);  // Since 0.4.
   visit("dense_rule", options.dense_rule);
+  visit("dense_wire_dtype", options.dense_wire_dtype, true);  // Since 0.4.
   visit("blocks", options.blocks);
   visit("tables", options.tables);
 }

@@ -169,7 +169,7 @@ TEST(MessageTest, AbsurdCountsAreRefusedByName) {
             "message: section 0 has width 0");
   EXPECT_EQ(refusal_of(with(section + kSectionWidth, UINT32_MAX).span()),
             "message: section 0 has width 4294967295");
-  EXPECT_EQ(refusal_of(with(section + kSectionFlags, uint32_t{4}).span()),
+  EXPECT_EQ(refusal_of(with(section + kSectionFlags, uint32_t{8}).span()),
             "message: section 0 has unknown flags");
   EXPECT_EQ(refusal_of(with(section + 4, uint32_t{2}).span()),
             "message: section 0 has the unknown kind 2");

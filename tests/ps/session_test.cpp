@@ -68,8 +68,9 @@ SessionOptions server_options(const Servers& servers, Training training, int tra
 
 // Rows of ids through a linear layer to one number each.
 struct Model {
-  explicit Model(Session& session, const EmbeddingOptions& options = {})
-      : rows(session.embedding(kTable, options)), linear(4, 1) {
+  explicit Model(Session& session, const EmbeddingOptions& options = {},
+                 const TableOptions& table = kTable)
+      : rows(session.embedding(table, options)), linear(4, 1) {
     const torch::NoGradGuard guard;
     linear->weight.copy_(at::arange(4, at::kFloat).div(10).view({1, 4}));
     linear->bias.fill_(0.5);
@@ -429,6 +430,39 @@ TEST(SessionTest, RanksOfAHostAreOneTrainer) {
   const Servers others(2);
   const auto apart = run(others, Training::kSync, 2, 6);
   EXPECT_TRUE(at::allclose(weights[0], apart[0], 1e-5, 1e-6));
+}
+
+// What is rounded, and how, does not depend on the way to the server.
+TEST(SessionTest, OneTrainerOverBfloat16IsLocalTrainingOverBfloat16) {
+  TableOptions table = kTable;
+  table.wire_dtype = WireDtype::kBfloat16;
+  const Servers servers(2);
+  std::vector<at::Tensor> rows, weights;
+  for (const bool is_local : {true, false}) {
+    SessionOptions options =
+        is_local ? local_options() : server_options(servers, Training::kSync, 0, 1);
+    options.dense_wire_dtype = WireDtype::kBfloat16;
+    Session session(options);
+    Model model(session, {}, table);
+    session.start();
+    train(session, model, 6);
+    session.pull();
+    weights.push_back(model.linear->weight.detach().clone());
+    rows.push_back(model.rows->forward(at::arange(11)).detach().clone());
+    session.finish();
+  }
+  EXPECT_TRUE(at::equal(weights[0], weights[1]));
+  EXPECT_TRUE(at::equal(rows[0], rows[1]));
+  for (const at::Tensor& value : {weights[0], rows[0]})
+    EXPECT_TRUE(at::equal(value, value.to(at::kBFloat16).to(at::kFloat)));
+  Session plain(local_options());
+  Model model(plain);
+  plain.start();
+  train(plain, model, 6);
+  plain.pull();
+  EXPECT_FALSE(at::equal(model.linear->weight, weights[0]));
+  // A weight is rounded by 2^-8 of it at most, a gradient by 2^-7; six steps add up.
+  EXPECT_TRUE(at::allclose(model.linear->weight, weights[0], 0.05, 0.02));
 }
 
 TEST(SessionTest, RanksOfAHostPredictTogether) {

@@ -23,12 +23,13 @@ constexpr std::array<size_t, 2> kWidths{5, 3};
 
 // Two dense parameters under Adam, cut at odd places; a table under row-wise Adagrad, one under
 // Adam.
-JobOptions job_of(int trainers, int servers) {
+JobOptions job_of(int trainers, int servers, WireDtype dtype = WireDtype::kFloat32) {
   JobOptions job{.mode = Mode::kSync,
                  .reduce = Reduce::kMean,
                  .trainers = trainers,
                  .servers = servers,
-                 .dense_rule = {.rule = Rule::kAdam, .learning_rate = 0.01f}};
+                 .dense_rule = {.rule = Rule::kAdam, .learning_rate = 0.01f},
+                 .dense_wire_dtype = dtype};
   const std::array<std::vector<int64_t>, 3> cuts{std::vector<int64_t>{}, std::vector<int64_t>{333},
                                                  std::vector<int64_t>{1, 17, 510, 511}};
   const auto& inner = cuts[static_cast<size_t>(servers - 1)];
@@ -48,6 +49,7 @@ JobOptions job_of(int trainers, int servers) {
                  .width = kWidths[1],
                  .rule = {.rule = Rule::kAdam, .learning_rate = 0.02f},
                  .initializer = {.kind = Initializer::Kind::kNormal, .scale = 0.5f}}};
+  for (TableOptions& table : job.tables) table.wire_dtype = dtype;
   return job;
 }
 
@@ -174,31 +176,43 @@ std::string one_process(uint32_t trainers) {
   return state_of(*client);
 }
 
-// As many trainers, each a thread; `between` is called by trainer 0 before each step.
+struct Disturbances {
+  std::function<void(uint64_t)> between{};  // Called by trainer 0 before each step.
+  bool replaces_trainer = false;            // After each fifth push trainer 1 is another process.
+};
+
+// As many trainers, each a thread. Returns the state, which all of them pull alike.
 std::string many(Cluster& cluster, int servers, uint32_t trainers,
-                 const std::function<void(uint64_t)>& between = {}) {
-  const JobOptions job = job_of(static_cast<int>(trainers), servers);
-  std::string state;
+                 const Disturbances& disturbances = {}, WireDtype dtype = WireDtype::kFloat32) {
+  const JobOptions job = job_of(static_cast<int>(trainers), servers, dtype);
+  std::vector<std::string> states(trainers);
   std::vector<std::thread> threads;
   std::atomic<uint32_t> done{0};
   for (uint32_t trainer = 0; trainer < trainers; ++trainer) {
     threads.emplace_back([&, trainer] {
-      const auto client = cluster.client(trainer, job);
+      auto client = cluster.client(trainer, job);
       if (trainer == 0) initialise(*client);
-      for (uint64_t step = 0; step < kSteps; ++step) {
-        if (trainer == 0 && between) between(step);
+      uint64_t pushes = 0;
+      while (client->step() < kSteps) {
+        const uint64_t step = client->step();
+        if (trainer == 0 && disturbances.between) disturbances.between(step);
         Values values = sized(batch_of(step, trainer));
         pull(*client, values);
         push(*client, gradients_at(values, step, trainer));
+        if (trainer == 1 && disturbances.replaces_trainer && ++pushes % 5 == 0) {
+          client.reset();  // The push may have come or not, on one server or both.
+          client = cluster.client(trainer, job);
+        }
       }
       client->flush();
-      if (trainer == 0) state = state_of(*client);
+      states[trainer] = state_of(*client);
       ++done;
       while (done < trainers) std::this_thread::yield();  // Nobody is lost while others read.
     });
   }
   for (auto& thread : threads) thread.join();
-  return state;
+  for (const std::string& state : states) EXPECT_EQ(state, states.front());
+  return states.front();
 }
 
 TEST(SyncTest, TwoServersAndTwoTrainersGiveTheBitsOfOneOfEach) {
@@ -229,9 +243,31 @@ TEST(SyncTest, ServersThatEndAtAnyMomentChangeNoBit) {
       cluster.restart(static_cast<int>(step % 2));
     });
   };
-  const std::string state = many(cluster, 2, 2, kill_one_soon);
+  const std::string state = many(cluster, 2, 2, {.between = kill_one_soon});
   killer.join();
   EXPECT_EQ(state, one_process(2));
+}
+
+// What a push is rounded to does not depend on servers, on the run, or on how often it is sent or
+// made.
+TEST(SyncTest, Bfloat16OnTheWireGivesTheSameBitsWhateverEndsAndOnAnyServers) {
+  const auto run = [](int servers, const Disturbances& disturbances, const ChaosOptions& chaos) {
+    Cluster cluster(servers, {.snapshot_log_bytes = 50'000}, chaos);
+    const auto between = [&](uint64_t step) {
+      if (disturbances.between) cluster.restart(static_cast<int>(step % 2));
+    };
+    Disturbances its = disturbances;
+    its.between = between;
+    return many(cluster, servers, 2, its, WireDtype::kBfloat16);
+  };
+  const std::string state = run(1, {}, {});
+  EXPECT_EQ(run(1, {}, {}), state) << "two runs";
+  EXPECT_EQ(run(3, {}, {}), state) << "servers";
+  EXPECT_EQ(run(2, {.between = [](uint64_t) {}}, {.seed = 4, .twice = 0.1, .late = 0.2}), state)
+      << "servers that end, pushes sent again";
+  EXPECT_EQ(run(2, {.replaces_trainer = true}, {}), state) << "a trainer that ends";
+  Cluster cluster(1);
+  EXPECT_NE(many(cluster, 1, 2), state);
 }
 
 // A step is its trainers' at that moment: who comes later has no part in closed ones, who leaves

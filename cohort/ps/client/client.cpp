@@ -10,6 +10,7 @@
 #include "cohort/ps/client/timer_thread.h"
 #include "cohort/ps/id_hash.h"
 #include "cohort/ps/rpc/rpc_channel.h"
+#include "cohort/ps/wire/bfloat16.h"
 
 namespace cohort::ps {
 
@@ -46,9 +47,17 @@ struct Client::Spread {
     for (size_t j = begins[server]; j < begins[server + 1]; ++j, to += width)
       std::copy_n(from + positions[j] * width, width, to);
   }
+
+  // The position of the server's row `j` of count(server).
+  size_t position(size_t server, size_t j) const {
+    return positions.empty() ? j : positions[begins[server] + j];
+  }
 };
 
 namespace {
+
+// Parameters and tables have numbers of their own.
+constexpr uint64_t kOfParameter = uint64_t{1} << 32;
 
 std::string shape_text(SectionKind kind, uint32_t table, uint32_t width, size_t values) {
   return std::to_string(values) + " values of " +
@@ -97,10 +106,13 @@ Message PendingPull::State::checked(size_t server, const Reply& reply) const {
     const size_t values = asked.count * asked.width;
     const Section& section = message.sections[i];
     if (section.kind != asked.kind || section.table != asked.table ||
-        section.width != asked.width || section.values.size() != values)
+        section.width != asked.width || section.num_values() != values)
       refuse("has in section " + std::to_string(i) + " " +
-             shape_text(section.kind, section.table, section.width, section.values.size()) +
+             shape_text(section.kind, section.table, section.width, section.num_values()) +
              ", expected " + shape_text(asked.kind, asked.table, asked.width, values));
+    if (section.dtype != asked.dtype)
+      refuse("has in section " + std::to_string(i) + " values in " + to_string(section.dtype) +
+             ", expected " + to_string(asked.dtype));
   }
   return message;
 }
@@ -124,6 +136,16 @@ uint64_t PendingPull::wait() {
       const size_t width = section.width;
       const float* values = section.values.data();
       float* const out = state_->rows[i].weights.data();
+      if (section.dtype == WireDtype::kBfloat16) {
+        if (spread.positions.empty()) {
+          widen_bfloat16(section.bfloat16s, {out, section.bfloat16s.size()});
+          continue;
+        }
+        for (size_t j = 0; j < spread.count(server); ++j)
+          widen_bfloat16(section.bfloat16s.subspan(j * width, width),
+                         {out + spread.position(server, j) * width, width});
+        continue;
+      }
       if (spread.positions.empty()) {
         std::copy(values, values + section.values.size(), out);
         continue;
@@ -134,8 +156,13 @@ uint64_t PendingPull::wait() {
     }
     for (const Section& section : sections.subspan(state_->rows.size())) {
       const auto parameter = state_->parameters[client.parameter_of_block_[section.table]];
-      std::copy(section.values.begin(), section.values.end(),
-                parameter.begin() + client.job_.blocks[section.table].begin);
+      const auto out = parameter.subspan(
+          static_cast<size_t>(client.job_.blocks[section.table].begin), section.num_values());
+      if (section.dtype == WireDtype::kBfloat16) {
+        widen_bfloat16(section.bfloat16s, out);
+      } else {
+        std::ranges::copy(section.values, out.begin());
+      }
     }
   }
   return steps;
@@ -251,7 +278,8 @@ void Client::await_acknowledged() {
   for (auto& link : links_) link->flush();
 }
 
-std::vector<SectionShape> Client::block_shapes(int server, bool with_values) const {
+std::vector<SectionShape> Client::block_shapes(int server, bool with_values,
+                                               WireDtype dtype) const {
   std::vector<SectionShape> shapes;
   for (uint32_t block = 0; block < job_.blocks.size(); ++block) {
     const BlockOptions& options = job_.blocks[block];
@@ -259,7 +287,8 @@ std::vector<SectionShape> Client::block_shapes(int server, bool with_values) con
     shapes.push_back({.kind = SectionKind::kBlock,
                       .table = block,
                       .count = static_cast<uint64_t>(options.end - options.begin),
-                      .has_values = with_values});
+                      .has_values = with_values,
+                      .dtype = dtype});
   }
   return shapes;
 }
@@ -279,7 +308,7 @@ void Client::initialise(std::span<const std::span<const float>> parameters) {
   }
   std::vector<ReplyFuture> futures;
   for (int server = 0; server < job_.servers; ++server) {
-    const auto shapes = block_shapes(server, true);
+    const auto shapes = block_shapes(server, true, WireDtype::kFloat32);
     if (shapes.empty()) continue;
     MessageWriter message(shapes, links_[static_cast<size_t>(server)]->buffer_maker());
     for (size_t i = 0; i < shapes.size(); ++i) {
@@ -334,10 +363,11 @@ PendingPull Client::pull(std::span<const PullRows> rows, std::vector<std::span<f
                         .table = rows[i].table,
                         .width = static_cast<uint32_t>(job_.tables[rows[i].table].width),
                         .count = state->spreads[i].count(at),
-                        .has_values = false});
+                        .has_values = false,
+                        .dtype = job_.tables[rows[i].table].wire_dtype});
     }
     if (!state->parameters.empty()) {
-      const auto blocks = block_shapes(server, false);
+      const auto blocks = block_shapes(server, false, job_.dense_wire_dtype);
       shapes.insert(shapes.end(), blocks.begin(), blocks.end());
     }
     MessageWriter message(shapes, links_[at]->buffer_maker());
@@ -382,25 +412,52 @@ void Client::send_push(std::span<const PushRows> rows,
       shapes.push_back({.kind = SectionKind::kRows,
                         .table = rows[i].table,
                         .width = static_cast<uint32_t>(job_.tables[rows[i].table].width),
-                        .count = spreads[i].count(at)});
+                        .count = spreads[i].count(at),
+                        .dtype = job_.tables[rows[i].table].wire_dtype});
     }
     if (!parameters.empty()) {
-      const auto blocks = block_shapes(server, true);
+      const auto blocks = block_shapes(server, true, job_.dense_wire_dtype);
       shapes.insert(shapes.end(), blocks.begin(), blocks.end());
     }
+    const uint64_t sequence = job_.mode == Mode::kSync ? step() : sequences_[at] + 1;
     MessageWriter message(shapes, links_[at]->buffer_maker());
     for (size_t i = 0; i < rows.size(); ++i) {
       spreads[i].copy_rows(at, 1, rows[i].ids.data(), message.ids(i).data());
-      spreads[i].copy_rows(at, shapes[i].width, rows[i].gradients.data(), message.values(i).data());
+      if (shapes[i].dtype == WireDtype::kBfloat16) {
+        round_rows(rows[i], at, spreads[i], sequence, message.bfloat16s(i));
+      } else {
+        spreads[i].copy_rows(at, shapes[i].width, rows[i].gradients.data(),
+                             message.values(i).data());
+      }
     }
     for (size_t i = rows.size(); i < shapes.size(); ++i) {
       const BlockOptions& block = job_.blocks[shapes[i].table];
-      const auto values = parameters[parameter_of_block_[shapes[i].table]];
-      std::copy_n(values.begin() + block.begin, shapes[i].count, message.values(i).begin());
+      const uint64_t parameter = parameter_of_block_[shapes[i].table];
+      const auto begin = static_cast<uint64_t>(block.begin);
+      const auto values = parameters[parameter].subspan(begin, shapes[i].count);
+      if (shapes[i].dtype == WireDtype::kBfloat16) {
+        round_stochastically(rounding_key(0, kOfParameter + parameter, options_.trainer, sequence),
+                             begin, values, message.bfloat16s(i));
+      } else {
+        std::ranges::copy(values, message.values(i).begin());
+      }
     }
-    const uint64_t sequence = job_.mode == Mode::kSync ? step() : sequences_[at] + 1;
     links_[at]->push(std::move(message), sequence, confirmed);
     sequences_[at] = sequence;  // A concurrent pull does not wait for a push that is not sent yet.
+  }
+}
+
+// The same bits whichever server a row is on: by its id and the element.
+void Client::round_rows(const PushRows& rows, size_t server, const Spread& spread,
+                        uint64_t sequence, std::span<uint16_t> to) const {
+  const TableOptions& table = job_.tables[rows.table];
+  const auto width = static_cast<size_t>(table.width);
+  const uint64_t key = rounding_key(table.seed, rows.table, options_.trainer, sequence);
+  for (size_t j = 0; j < spread.count(server); ++j) {
+    const size_t position = spread.position(server, j);
+    round_stochastically(rounding_key_of_row(key, rows.ids[position]), 0,
+                         rows.gradients.subspan(position * width, width),
+                         to.subspan(j * width, width));
   }
 }
 

@@ -147,10 +147,12 @@ class Client {
   void send_push(std::span<const PushRows> rows,
                  const std::vector<std::span<const float>>& parameters,
                  const std::vector<Spread>& spreads);
+  void round_rows(const PushRows& rows, size_t server, const Spread& spread, uint64_t sequence,
+                  std::span<uint16_t> to) const;
   void check_rows(const char* call, uint32_t table, size_t ids, size_t floats) const;
   template <class Values>
   void check_parameters(const char* call, const std::vector<Values>& parameters) const;
-  std::vector<SectionShape> block_shapes(int server, bool with_values) const;
+  std::vector<SectionShape> block_shapes(int server, bool with_values, WireDtype dtype) const;
 
   ClientOptions options_;
   JobOptions job_;

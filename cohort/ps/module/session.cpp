@@ -265,7 +265,8 @@ JobOptions Session::job_options() const {
                  .servers = static_cast<int>(plan_.servers.size()),
                  .max_staleness = options_.max_staleness,
                  .error_if_nonfinite = options_.error_if_nonfinite,
-                 .dense_rule = options_.dense_rule};
+                 .dense_rule = options_.dense_rule,
+                 .dense_wire_dtype = options_.dense_wire_dtype};
   for (const Block& block : plan_.blocks) {
     job.blocks.push_back({plan_.parameters[static_cast<size_t>(block.parameter)].name, block.begin,
                           block.end, block.server});

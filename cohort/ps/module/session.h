@@ -58,7 +58,8 @@ struct SessionOptions {
   int trainers = 1;
   Reduce reduce = Reduce::kMean;  ///< kSync: of the trainers' gradients.
   RuleOptions dense_rule{.rule = Rule::kAdam, .learning_rate = 1e-3f};
-  bool error_if_nonfinite = true;  ///< See JobOptions.
+  WireDtype dense_wire_dtype = WireDtype::kFloat32;  ///< See JobOptions; tables have their own.
+  bool error_if_nonfinite = true;                    ///< See JobOptions.
   std::string load;            ///< kLocal: a checkpoint to begin with, of any number of servers.
   int64_t max_staleness = -1;  ///< See JobOptions; -1 except for kAsync.
   int64_t max_merge = 20;      ///< kHalfAsync: pushes summed into one.

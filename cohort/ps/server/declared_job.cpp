@@ -73,9 +73,10 @@ void DeclaredJob::check_sections(const Message& message) const {
                         "message: server ", server_, " has no block ", section.table);
       TORCH_CHECK_VALUE(section.width == 1, "message: block ", section.table, " has width 1, got ",
                         section.width);
+      check_dtype(section, initial);
       const uint64_t elements = elements_of(options_.blocks[section.table]);
-      TORCH_CHECK_VALUE(!push || section.values.size() == elements, "message: block ",
-                        section.table, " has ", elements, " elements, got ", section.values.size());
+      TORCH_CHECK_VALUE(!push || section.num_values() == elements, "message: block ", section.table,
+                        " has ", elements, " elements, got ", section.num_values());
       continue;
     }
     TORCH_CHECK_VALUE(section.table < options_.tables.size(), "message: the job has ",
@@ -83,14 +84,30 @@ void DeclaredJob::check_sections(const Message& message) const {
     const TableOptions& table = options_.tables[section.table];
     TORCH_CHECK_VALUE(section.width == table.width, "message: rows of table '", table.name,
                       "' have ", table.width, " values, got ", section.width);
-    TORCH_CHECK_VALUE(!push || section.values.size() == section.ids.size() * section.width,
+    check_dtype(section, initial);
+    TORCH_CHECK_VALUE(!push || section.num_values() == section.ids.size() * section.width,
                       "message: table '", table.name, "': ", section.ids.size(), " ids with ",
-                      section.values.size(), " values");
+                      section.num_values(), " values");
     const auto foreign = find_foreign(section.ids);
     TORCH_CHECK_VALUE(!foreign, "message: row ", *foreign, " of table '", table.name,
                       "' is server ", server_of(*foreign, static_cast<uint32_t>(options_.servers)),
                       "'s, this is server ", server_);
   }
+}
+
+WireDtype DeclaredJob::dtype_of(const Section& section) const {
+  return section.kind == SectionKind::kBlock ? options_.dense_wire_dtype
+                                             : options_.tables[section.table].wire_dtype;
+}
+
+void DeclaredJob::check_dtype(const Section& section, bool is_initial) const {
+  const WireDtype expected = is_initial ? WireDtype::kFloat32 : dtype_of(section);
+  if (section.dtype == expected) return;
+  const std::string of = section.kind == SectionKind::kBlock
+                             ? "block " + std::to_string(section.table)
+                             : "table '" + options_.tables[section.table].name + "'";
+  TORCH_CHECK_VALUE(false, "message: the ", is_initial ? "initial values" : "values", " of ", of,
+                    " travel as ", to_string(expected), ", got ", to_string(section.dtype));
 }
 
 // Which one it is is looked for only where there is one: the pass over all has no branches.
@@ -112,7 +129,7 @@ void DeclaredJob::check_finite(const Message& push) const {
   const bool initial = is_initial(header);
   const Section& section = push.sections[nonfinite->section];
   const size_t at = nonfinite->value;
-  const float value = section.values[at];
+  const float value = value_of(section, at);
   std::string of;
   size_t element = at;
   if (section.kind == SectionKind::kRows) {
@@ -145,7 +162,8 @@ std::vector<SectionShape> DeclaredJob::answer_to(const Message& pull) const {
          .table = section.table,
          .width = section.width,
          .count = is_block ? elements_of(options_.blocks[section.table]) : section.ids.size(),
-         .has_ids = false});
+         .has_ids = false,
+         .dtype = dtype_of(section)});
   }
   return shapes;
 }
@@ -153,7 +171,7 @@ std::vector<SectionShape> DeclaredJob::answer_to(const Message& pull) const {
 int64_t DeclaredJob::answer_bytes(const Message& pull) const {
   int64_t bytes = 0;
   for (const SectionShape& shape : answer_to(pull))
-    bytes += static_cast<int64_t>(shape.count * shape.width * sizeof(float));
+    bytes += static_cast<int64_t>(shape.count * shape.width * bytes_of(shape.dtype));
   return bytes;
 }
 

@@ -37,6 +37,8 @@ class DeclaredJob {
 
  private:
   void check_sections(const Message& message) const;
+  WireDtype dtype_of(const Section& section) const;
+  void check_dtype(const Section& section, bool is_initial) const;
   /// The first id of another server.
   std::optional<uint64_t> find_foreign(std::span<const uint64_t> ids) const;
   void check_finite(const Message& push) const;

@@ -12,6 +12,7 @@
 #include "cohort/ps/server/saved_state.h"
 #include "cohort/ps/table/spill_store.h"
 #include "cohort/ps/table/table_file.h"
+#include "cohort/ps/wire/bfloat16.h"
 #include "cohort/ps/work_folder.h"
 
 namespace cohort::ps {
@@ -137,9 +138,9 @@ void Shard::set_initial(const Message& message) {
 void Shard::push(const Message& message, int64_t step, uint32_t time) {
   for (const Section& section : message.sections) {
     if (section.kind == SectionKind::kBlock) {
-      blocks_.at(section.table)->update(step, section.values);
+      blocks_.at(section.table)->update(step, floats_of(section, widened_));
     } else {
-      tables_[section.table]->push(section.ids, section.values, step, time);
+      tables_[section.table]->push(section.ids, floats_of(section, widened_), step, time);
     }
   }
 }
@@ -158,10 +159,10 @@ void Shard::push_sum(std::span<const Message> messages, int64_t step, uint32_t t
   }
   for (const auto& [part, sections] : parts) {
     if (part.first == SectionKind::kBlock) {
-      const auto& first = sections.front()->values;
+      const auto first = floats_of(*sections.front(), widened_);
       sum_.assign(first.begin(), first.end());
       for (size_t i = 1; i < sections.size(); ++i) {
-        const float* values = sections[i]->values.data();
+        const float* values = floats_of(*sections[i], widened_).data();
         for (size_t j = 0; j < sum_.size(); ++j) sum_[j] += values[j];
       }
       if (divisor != 1) {
@@ -174,7 +175,8 @@ void Shard::push_sum(std::span<const Message> messages, int64_t step, uint32_t t
     size_t most = 0;
     for (const Section* section : sections) most += section->ids.size();
     merged_rows_.begin(table.options().width, most);
-    for (const Section* section : sections) merged_rows_.add(section->ids, section->values);
+    for (const Section* section : sections)
+      merged_rows_.add(section->ids, floats_of(*section, widened_));
     if (divisor != 1) merged_rows_.divide(divisor);
     table.push(merged_rows_.ids(), merged_rows_.gradients(), step, time);
   }
@@ -193,7 +195,15 @@ Buffer Shard::pull(const Message& request, const Header& header, const BufferMak
     const Section& section = request.sections[i];
     if (section.kind == SectionKind::kBlock) {
       const auto weights = blocks_.at(section.table)->weights();
-      std::copy(weights.begin(), weights.end(), reply.values(i).begin());
+      if (shapes[i].dtype == WireDtype::kBfloat16) {
+        round_to_bfloat16(weights, reply.bfloat16s(i));
+      } else {
+        std::copy(weights.begin(), weights.end(), reply.values(i).begin());
+      }
+    } else if (shapes[i].dtype == WireDtype::kBfloat16) {
+      widened_.resize(section.ids.size() * section.width);
+      tables_[section.table]->pull(section.ids, widened_, unknown);
+      round_to_bfloat16(widened_, reply.bfloat16s(i));
     } else {
       tables_[section.table]->pull(section.ids, reply.values(i), unknown);
     }

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cohort/ps/update_rule.h"
+#include "cohort/ps/wire_dtype.h"
 
 namespace cohort::ps {
 
@@ -55,6 +56,8 @@ struct TableOptions {
   /// holds half as much again (8 to 256 MiB) and what RocksDB itself needs: docs/ps.md has figures.
   int64_t memory_cap_bytes = 0;
   AtCap at_cap = AtCap::kRefuse;
+  /// Of weights in pulls and gradients in pushes; the rows themselves are float32.
+  WireDtype wire_dtype = WireDtype::kFloat32;
 };
 
 /// Errors: ConfigError that names the table and the option.
@@ -70,7 +73,7 @@ TableOptions table_options_of(const std::string& text);
 
 /// Errors: ConfigError that names the table and the option, unless rows of a table with options
 /// `stored` can be used in one with `wanted`: name, width, seed, rule and initializer must be the
-/// same. The rule's numbers, entry policy, eviction and memory may change.
+/// same. The rule's numbers, entry policy, eviction, memory and wire_dtype may change.
 void check_same_rows(const TableOptions& stored, const TableOptions& wanted);
 
 }  // namespace cohort::ps

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "cohort/ps/crc32c.h"
+#include "cohort/ps/wire/bfloat16.h"
 
 namespace cohort::ps {
 
@@ -19,6 +20,7 @@ namespace {
 
 constexpr uint32_t kNoIds = 1;
 constexpr uint32_t kNoValues = 2;
+constexpr uint32_t kBfloat16 = 4;
 constexpr uint32_t kMaxWidth = 65536;
 // Where the checksum's bytes begin: behind magic and checksum.
 constexpr size_t kCheckedFrom = 2 * sizeof(uint32_t);
@@ -57,6 +59,15 @@ size_t num_values(const SectionShape& shape) {
   return shape.has_values ? shape.count * shape.width : 0;
 }
 
+size_t value_bytes(const SectionShape& shape) {
+  return num_values(shape) * bytes_of(shape.dtype);
+}
+
+uint32_t flags_of(const SectionShape& shape) {
+  return (has_ids(shape) ? 0 : kNoIds) | (shape.has_values ? 0 : kNoValues) |
+         (shape.dtype == WireDtype::kBfloat16 ? kBfloat16 : 0);
+}
+
 // Where all bits of an exponent are set, one more carries into the sign: three operations of whole
 // numbers, of which a compiler makes vectors.
 bool has_nonfinite(std::span<const float> values) {
@@ -64,6 +75,12 @@ bool has_nonfinite(std::span<const float> values) {
   uint32_t carried = 0;
   for (const float value : values) carried |= (std::bit_cast<uint32_t>(value) & kExponent) + kOne;
   return carried >> 31 != 0;
+}
+
+bool has_nonfinite(std::span<const uint16_t> bfloat16s) {
+  uint32_t carried = 0;
+  for (const uint32_t bits : bfloat16s) carried |= (bits & 0x7f80) + 0x80;
+  return carried >> 15 != 0;
 }
 
 // Memory of large messages that are no more.
@@ -140,7 +157,7 @@ Buffer::Buffer(std::span<std::byte> bytes, std::shared_ptr<const void> owner)
 size_t message_bytes(std::span<const SectionShape> shapes) {
   size_t bytes = sizeof(Header);
   for (const SectionShape& shape : shapes)
-    bytes += sizeof(SectionHeader) + id_bytes(shape) + padded(num_values(shape) * sizeof(float));
+    bytes += sizeof(SectionHeader) + id_bytes(shape) + padded(value_bytes(shape));
   return bytes;
 }
 
@@ -152,22 +169,20 @@ MessageWriter::MessageWriter(std::span<const SectionShape> shapes, const BufferM
     offsets.num_ids = id_bytes(shape) / sizeof(uint64_t);
     offsets.values = offsets.ids + id_bytes(shape);
     offsets.num_values = num_values(shape);
-    end = offsets.values + padded(offsets.num_values * sizeof(float));
+    offsets.dtype = shape.dtype;
+    end = offsets.values + padded(value_bytes(shape));
     offsets_.push_back(offsets);
   }
   buffer_ = make ? make(end) : Buffer(end);
   for (size_t i = 0; i < shapes.size(); ++i) {
-    const SectionHeader section{
-        .table = shapes[i].table,
-        .kind = shapes[i].kind,
-        .count = shapes[i].count,
-        .width = shapes[i].width,
-        .flags = (has_ids(shapes[i]) ? 0 : kNoIds) | (shapes[i].has_values ? 0 : kNoValues)};
+    const SectionHeader section{.table = shapes[i].table,
+                                .kind = shapes[i].kind,
+                                .count = shapes[i].count,
+                                .width = shapes[i].width,
+                                .flags = flags_of(shapes[i])};
     std::memcpy(buffer_.data() + offsets_[i].ids - sizeof(section), &section, sizeof(section));
-    const size_t values_end = offsets_[i].values + offsets_[i].num_values * sizeof(float);
-    std::memset(
-        buffer_.data() + values_end, 0,
-        padded(offsets_[i].num_values * sizeof(float)) - offsets_[i].num_values * sizeof(float));
+    const size_t bytes = value_bytes(shapes[i]);
+    std::memset(buffer_.data() + offsets_[i].values + bytes, 0, padded(bytes) - bytes);
   }
 }
 
@@ -178,7 +193,14 @@ std::span<uint64_t> MessageWriter::ids(size_t section) {
 
 std::span<float> MessageWriter::values(size_t section) {
   const Offsets& offsets = offsets_.at(section);
+  if (offsets.dtype != WireDtype::kFloat32) return {};
   return {reinterpret_cast<float*>(buffer_.data() + offsets.values), offsets.num_values};
+}
+
+std::span<uint16_t> MessageWriter::bfloat16s(size_t section) {
+  const Offsets& offsets = offsets_.at(section);
+  if (offsets.dtype != WireDtype::kBfloat16) return {};
+  return {reinterpret_cast<uint16_t*>(buffer_.data() + offsets.values), offsets.num_values};
 }
 
 Buffer MessageWriter::finish(Header header) {
@@ -237,30 +259,37 @@ Message parse_message(std::span<const std::byte> bytes, Checksums checksums) {
     TORCH_CHECK_VALUE(section.kind == SectionKind::kRows || section.kind == SectionKind::kBlock,
                       "message: section ", i, " has the unknown kind ",
                       static_cast<uint32_t>(section.kind));
-    TORCH_CHECK_VALUE(section.flags <= (kNoIds | kNoValues), "message: section ", i,
+    TORCH_CHECK_VALUE(section.flags <= (kNoIds | kNoValues | kBfloat16), "message: section ", i,
                       " has unknown flags");
     TORCH_CHECK_VALUE(section.width >= 1 && section.width <= kMaxWidth, "message: section ", i,
                       " has width ", section.width);
     const bool with_ids = section.kind == SectionKind::kRows && !(section.flags & kNoIds);
     const bool with_values = !(section.flags & kNoValues);
+    const auto dtype = section.flags & kBfloat16 ? WireDtype::kBfloat16 : WireDtype::kFloat32;
     // Without either the count is a number alone: nothing is taken for it here.
     const size_t row_bytes =
-        (with_ids ? sizeof(uint64_t) : 0) + (with_values ? section.width * sizeof(float) : 0);
+        (with_ids ? sizeof(uint64_t) : 0) + (with_values ? section.width * bytes_of(dtype) : 0);
     TORCH_CHECK_VALUE(row_bytes == 0 || section.count <= left / row_bytes, "message: section ", i,
                       ": ", section.count, " rows of ", section.width,
                       " do not fit the bytes left, ", left);
-    Section view{.kind = section.kind, .table = section.table, .width = section.width};
+    Section view{
+        .kind = section.kind, .table = section.table, .width = section.width, .dtype = dtype};
     if (with_ids) {
       view.ids = {reinterpret_cast<const uint64_t*>(bytes.data() + position), section.count};
       position += section.count * sizeof(uint64_t);
     }
     if (with_values) {
       const size_t num_values = section.count * section.width;
-      view.values = {reinterpret_cast<const float*>(bytes.data() + position), num_values};
-      const size_t value_bytes = padded(num_values * sizeof(float));
-      TORCH_CHECK_VALUE(value_bytes <= bytes.size() - position, "message: section ", i,
+      const std::byte* const begin = bytes.data() + position;
+      if (dtype == WireDtype::kBfloat16) {
+        view.bfloat16s = {reinterpret_cast<const uint16_t*>(begin), num_values};
+      } else {
+        view.values = {reinterpret_cast<const float*>(begin), num_values};
+      }
+      const size_t padded_bytes = padded(num_values * bytes_of(dtype));
+      TORCH_CHECK_VALUE(padded_bytes <= bytes.size() - position, "message: section ", i,
                         " is cut off");
-      position += value_bytes;
+      position += padded_bytes;
     }
     message.sections.push_back(view);
   }
@@ -269,13 +298,25 @@ Message parse_message(std::span<const std::byte> bytes, Checksums checksums) {
   return message;
 }
 
+float value_of(const Section& section, size_t i) {
+  if (section.dtype == WireDtype::kFloat32) return section.values[i];
+  return std::bit_cast<float>(static_cast<uint32_t>(section.bfloat16s[i]) << 16);
+}
+
+std::span<const float> floats_of(const Section& section, std::vector<float>& scratch) {
+  if (section.dtype == WireDtype::kFloat32) return section.values;
+  scratch.resize(section.bfloat16s.size());
+  widen_bfloat16(section.bfloat16s, scratch);
+  return scratch;
+}
+
 std::optional<ValuePosition> find_nonfinite(const Message& message) {
-  for (size_t section = 0; section < message.sections.size(); ++section) {
-    const auto values = message.sections[section].values;
-    if (!has_nonfinite(values)) continue;
-    const auto found = std::find_if(values.begin(), values.end(),
-                                    [](float value) { return !std::isfinite(value); });
-    return ValuePosition{section, static_cast<size_t>(found - values.begin())};
+  for (size_t number = 0; number < message.sections.size(); ++number) {
+    const Section& section = message.sections[number];
+    if (!has_nonfinite(section.values) && !has_nonfinite(section.bfloat16s)) continue;
+    size_t value = 0;
+    while (std::isfinite(value_of(section, value))) ++value;
+    return ValuePosition{number, value};
   }
   return std::nullopt;
 }

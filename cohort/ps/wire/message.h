@@ -7,7 +7,8 @@
 //     kRows             ids u64 [count], values f32 [count x width], padded to 8 bytes
 //     kBlock            values f32 [count x width] (width 1), padded likewise
 //   and so on
-// A pull's sections have no values (flag kNoValues), a pull's reply no ids (flag kNoIds).
+// A pull's sections have no values (flag kNoValues), a pull's reply no ids (flag kNoIds). With flag
+// kBfloat16 values are u16, the bits of bfloat16.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,6 +17,8 @@
 #include <optional>
 #include <span>
 #include <vector>
+
+#include "cohort/ps/wire_dtype.h"
 
 namespace cohort::ps {
 
@@ -91,11 +94,20 @@ enum class SectionKind : uint32_t { kRows = 0, kBlock = 1 };
 /// Rows of a table, or one block of a dense parameter; spans point into the message.
 struct Section {
   SectionKind kind = SectionKind::kRows;
-  uint32_t table = 0;               ///< Number of the table, or of the block, in the job.
-  uint32_t width = 1;               ///< Values of a row.
+  uint32_t table = 0;  ///< Number of the table, or of the block, in the job.
+  uint32_t width = 1;  ///< Values of a row.
+  WireDtype dtype = WireDtype::kFloat32;
   std::span<const uint64_t> ids{};  ///< Empty for blocks and replies.
-  std::span<const float> values{};  ///< Empty in pulls.
+  // One of both, by `dtype`; neither in pulls.
+  std::span<const float> values{};
+  std::span<const uint16_t> bfloat16s{};  ///< Their bits (bfloat16.h).
+
+  size_t num_values() const { return values.size() + bfloat16s.size(); }
 };
+/// Value `i` of `section`.
+float value_of(const Section& section, size_t i);
+/// The values of `section`; those that travel in another type in `scratch`.
+std::span<const float> floats_of(const Section& section, std::vector<float>& scratch);
 
 /// A section to be written: as many rows, of which the writer gives the places.
 struct SectionShape {
@@ -105,6 +117,7 @@ struct SectionShape {
   uint64_t count = 0;  ///< Rows, or a block's elements.
   bool has_ids = true;
   bool has_values = true;
+  WireDtype dtype = WireDtype::kFloat32;  ///< Of the values, or of those of a pull's answer.
 };
 
 /// Of a message with these sections.
@@ -120,7 +133,9 @@ class MessageWriter {
   explicit MessageWriter(std::span<const SectionShape> shapes, const BufferMaker& make = nullptr);
 
   std::span<uint64_t> ids(size_t section);
+  /// The place of its values; empty where they are of the other type.
   std::span<float> values(size_t section);
+  std::span<uint16_t> bfloat16s(size_t section);
 
   /// Writes the header (its number of sections is known here) and the checksum. The last call.
   Buffer finish(Header header);
@@ -131,6 +146,7 @@ class MessageWriter {
   struct Offsets {
     size_t ids, values;
     size_t num_ids, num_values;
+    WireDtype dtype;
   };
   Buffer buffer_;
   std::vector<Offsets> offsets_;

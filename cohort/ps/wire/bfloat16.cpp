@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cohort/ps/wire/bfloat16.h"
+
+#include <bit>
+#include <cstddef>
+
+namespace cohort::ps {
+
+namespace {
+
+constexpr uint32_t kExponent = 0x7f800000;
+constexpr uint32_t kNotSign = 0x7fffffff;
+constexpr uint32_t kNan = 0x7fc0;
+// Values of a step of the loops below: the compiler makes vectors of as many.
+constexpr size_t kStep = 16;
+
+[[gnu::always_inline]] inline uint16_t nearest(float value) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return static_cast<uint16_t>((bits & kNotSign) > kExponent ? kNan : rounded);
+}
+
+// 16 random bits. The two products mix as those of lowbias32 do (Wellons 2018, "Prospecting for
+// hash functions"); the key's second half comes between them.
+[[gnu::always_inline]] inline uint32_t random_bits(uint32_t low, uint32_t high, uint32_t number) {
+  uint32_t x = number * 0x9e3779b1 + low;
+  x = (x ^ x >> 16) * 0x7feb352d + high;
+  x = (x ^ x >> 15) * 0x846ca68b;
+  return x >> 16;
+}
+
+[[gnu::always_inline]] inline uint16_t random_neighbour(float value, uint32_t random) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  // What lies behind the upper half carries with just its probability.
+  const uint32_t sum = bits + random;
+  const uint32_t rounded = (sum & kExponent) == kExponent ? bits : sum;
+  return static_cast<uint16_t>((bits & kNotSign) > kExponent ? kNan : rounded >> 16);
+}
+
+template <class Convert>
+[[gnu::always_inline]] inline void for_each_number(size_t count, const Convert& convert) {
+  size_t i = 0;
+  for (; i + kStep <= count; i += kStep) {
+    for (size_t j = 0; j < kStep; ++j) convert(i + j);
+  }
+  for (; i < count; ++i) convert(i);
+}
+
+[[gnu::always_inline]] inline void round_nearest_loop(const float* from, size_t count,
+                                                      uint16_t* to) {
+  for_each_number(
+      count, [&](size_t i) __attribute__((always_inline)) { to[i] = nearest(from[i]); });
+}
+
+[[gnu::always_inline]] inline void round_random_loop(uint64_t key, uint64_t first,
+                                                     const float* from, size_t count,
+                                                     uint16_t* to) {
+  const auto low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
+  const auto begin = static_cast<uint32_t>(first);
+  for_each_number(
+      count, [&](size_t i) __attribute__((always_inline)) {
+        to[i] = random_neighbour(from[i], random_bits(low, high, begin + static_cast<uint32_t>(i)));
+      });
+}
+
+// What every processor of the build's kind has, and with AVX2, which multiplies eight at a time.
+void round_nearest_plain(const float* from, size_t count, uint16_t* to) {
+  round_nearest_loop(from, count, to);
+}
+void round_random_plain(uint64_t key, uint64_t first, const float* from, size_t count,
+                        uint16_t* to) {
+  round_random_loop(key, first, from, count, to);
+}
+
+#if defined(__x86_64__)
+[[gnu::target("avx2")]] void round_nearest_avx2(const float* from, size_t count, uint16_t* to) {
+  round_nearest_loop(from, count, to);
+}
+[[gnu::target("avx2")]] void round_random_avx2(uint64_t key, uint64_t first, const float* from,
+                                               size_t count, uint16_t* to) {
+  round_random_loop(key, first, from, count, to);
+}
+bool has_avx2() {
+  static const bool kHas = __builtin_cpu_supports("avx2") != 0;
+  return kHas;
+}
+#endif
+
+}  // namespace
+
+void widen_bfloat16(std::span<const uint16_t> from, std::span<float> to) {
+  const uint16_t* const bits = from.data();
+  float* const values = to.data();
+  for_each_number(from.size(), [&](size_t i) {
+    values[i] = std::bit_cast<float>(static_cast<uint32_t>(bits[i]) << 16);
+  });
+}
+
+void round_to_bfloat16(std::span<const float> from, std::span<uint16_t> to) {
+#if defined(__x86_64__)
+  if (has_avx2()) return round_nearest_avx2(from.data(), from.size(), to.data());
+#endif
+  round_nearest_plain(from.data(), from.size(), to.data());
+}
+
+void round_stochastically(uint64_t key, uint64_t first, std::span<const float> from,
+                          std::span<uint16_t> to) {
+#if defined(__x86_64__)
+  if (has_avx2()) return round_random_avx2(key, first, from.data(), from.size(), to.data());
+#endif
+  round_random_plain(key, first, from.data(), from.size(), to.data());
+}
+
+}  // namespace cohort::ps
