@@ -111,6 +111,10 @@ void add_training_flags(CLI::App& app, Options& o) {
   app.add_option("--geo-steps", o.geo_steps, "geo: local steps between two synchronisations")
       ->check(above_zero())
       ->capture_default_str();
+  app.add_option("--wire-dtype", o.wire_dtype,
+                 "Type in which weights and gradients travel between trainers and servers")
+      ->check(cohort::cli::one_of({"float32", "bfloat16"}))
+      ->capture_default_str();
   app.add_option("--error-if-nonfinite", o.error_if_nonfinite,
                  "End the training at a gradient with a NaN or an infinity (false: apply it)")
       ->default_str("true");

@@ -19,21 +19,22 @@ struct Options {
   int64_t rows = 500'000;          ///< Made up, where the folder has none.
   std::string mode;                ///< "local", "sync", ...; empty: sync with servers, else local.
   int64_t epochs = 1;
-  int64_t batch_size = 512;          ///< Examples of a step, of each trainer.
-  int64_t max_steps = 0;             ///< Of an epoch; 0: all.
-  double learning_rate = 1e-3;       ///< Of the network, by Adam.
-  double row_learning_rate = 0.005;  ///< Of rows, by row-wise Adagrad.
-  int64_t max_staleness = -1;        ///< Async: steps ahead of the slowest trainer; -1: any.
-  int64_t max_merge = 20;            ///< Half-async: pushes summed into one.
-  int64_t geo_steps = 100;           ///< Geo: local steps between synchronisations.
-  bool error_if_nonfinite = true;    ///< A gradient with a NaN or an infinity ends the training.
-  uint64_t seed = 1;                 ///< Of parameters, rows and made-up data.
-  bool skip_damaged = false;         ///< Leave malformed lines out, and count them.
-  int64_t print_freq = 200;          ///< Steps between progress lines.
-  std::string load;                  ///< A checkpoint's folder to begin with; empty: none.
-  std::string save;                  ///< Gets a checkpoint after each epoch; empty: none.
-  TableLimits table;                 ///< What each server holds of the rows.
-  cohort::ProfilerOptions profile;   ///< A trace of some steps of this trainer.
+  int64_t batch_size = 512;            ///< Examples of a step, of each trainer.
+  int64_t max_steps = 0;               ///< Of an epoch; 0: all.
+  double learning_rate = 1e-3;         ///< Of the network, by Adam.
+  double row_learning_rate = 0.005;    ///< Of rows, by row-wise Adagrad.
+  int64_t max_staleness = -1;          ///< Async: steps ahead of the slowest trainer; -1: any.
+  int64_t max_merge = 20;              ///< Half-async: pushes summed into one.
+  int64_t geo_steps = 100;             ///< Geo: local steps between synchronisations.
+  std::string wire_dtype = "float32";  ///< Of weights and gradients between trainers and servers.
+  bool error_if_nonfinite = true;      ///< A gradient with a NaN or an infinity ends the training.
+  uint64_t seed = 1;                   ///< Of parameters, rows and made-up data.
+  bool skip_damaged = false;           ///< Leave malformed lines out, and count them.
+  int64_t print_freq = 200;            ///< Steps between progress lines.
+  std::string load;                    ///< A checkpoint's folder to begin with; empty: none.
+  std::string save;                    ///< Gets a checkpoint after each epoch; empty: none.
+  TableLimits table;                   ///< What each server holds of the rows.
+  cohort::ProfilerOptions profile;     ///< A trace of some steps of this trainer.
   /// Of the connections to servers.
   cohort::ps::SecurityOptions security;
 };

@@ -185,7 +185,8 @@ Trainer::Trainer(const Options& options, const cohort::comm::ProcessGroup& group
                        .width = DeepFmOptions().width,
                        .seed = options.seed,
                        .rule = {.rule = cohort::ps::Rule::kRowwiseAdagrad,
-                                .learning_rate = static_cast<float>(options.row_learning_rate)}},
+                                .learning_rate = static_cast<float>(options.row_learning_rate)},
+                       .wire_dtype = cohort::ps::wire_dtype_named(options.wire_dtype)},
                       options.table),
           {.device = group.device()})),
       network_(seeded_network(options.seed)) {
@@ -265,6 +266,7 @@ cohort::ps::SessionOptions Trainer::session_options() {
   }
   session.training = training_;
   session.dense_rule.learning_rate = static_cast<float>(options_.learning_rate);
+  session.dense_wire_dtype = cohort::ps::wire_dtype_named(options_.wire_dtype);
   session.max_staleness = options_.max_staleness;
   session.error_if_nonfinite = options_.error_if_nonfinite;
   session.max_merge = options_.max_merge;

@@ -99,6 +99,10 @@ TEST_F(CtrCommandTest, TrainersLearnThroughServersInEveryMode) {
               mode == "sync" ? alone - 0.05 : 0.58)
         << mode;
   }
+  // Rounding at random adds noise to each gradient, none to their mean: less than the 0.03 above.
+  EXPECT_NEAR(auc_of(train(files + " --wire-dtype bfloat16")), alone, 0.01);
+  EXPECT_GT(auc_of(through_servers(2, 2, files + " --mode sync --wire-dtype bfloat16")),
+            alone - 0.05);
 }
 
 TEST_F(CtrCommandTest, OneTrainerThroughServersInSyncIsLocalTraining) {
@@ -357,6 +361,8 @@ TEST_F(CtrCommandTest, BadInputIsRefusedByName) {
                  bad + ":1: field 3: expected a field after a tab: the line ends");
   expect_refused(train("--mode sync"), "PADDLE_TRAINING_ROLE");
   expect_refused(train("--mode fast"), "--mode");
+  expect_refused(train("--wire-dtype float16"),
+                 "--wire-dtype: expected float32 or bfloat16, got float16");
   expect_refused(bin("ctr") + " train --batch 99999999999", "expected 1 to 1048576");
   expect_refused(train("--mode half-async --max-staleness 2"),
                  "--max-staleness 2: expected with --mode async alone");
