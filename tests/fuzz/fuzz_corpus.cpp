@@ -57,6 +57,8 @@ std::string message(const std::vector<SectionShape>& shapes, const Header& heade
     for (uint64_t& place : writer.ids(i)) place = id++;
     float value = 0.5f;
     for (float& place : writer.values(i)) place = value += 0.25f;
+    uint16_t bits = 0x3f80;
+    for (uint16_t& place : writer.bfloat16s(i)) place = bits++;
   }
   const Buffer bytes = writer.finish(header);
   return {reinterpret_cast<const char*>(bytes.span().data()), bytes.size()};
@@ -65,14 +67,18 @@ std::string message(const std::vector<SectionShape>& shapes, const Header& heade
 SectionShape rows(uint32_t table, uint32_t width, uint64_t count) {
   return {.table = table, .width = width, .count = count};
 }
+// Of the table in bfloat16.
+SectionShape half_rows(uint64_t count) {
+  return {.table = 2, .width = 3, .count = count, .dtype = WireDtype::kBfloat16};
+}
 SectionShape block(uint32_t number, uint64_t count) {
   return {.kind = SectionKind::kBlock, .table = number, .count = count};
 }
 
 // The tables and blocks of the targets' jobs.
 const std::vector<SectionShape>& whole_push() {
-  static const std::vector<SectionShape> shapes{rows(0, 3, 3), rows(1, 1, 2), block(0, 5),
-                                                block(1, 8)};
+  static const std::vector<SectionShape> shapes{rows(0, 3, 3), rows(1, 1, 2), half_rows(3),
+                                                block(0, 5), block(1, 8)};
   return shapes;
 }
 
@@ -81,7 +87,7 @@ void write_replies(const Corpus& corpus) {
   for (const uint32_t server : {0u, 1u}) {
     uint64_t count = 0;
     for (uint64_t id = 0; id < 8; ++id) count += server_of(id, 2) == server;
-    std::vector<SectionShape> shapes{rows(0, 3, count), rows(1, 1, count),
+    std::vector<SectionShape> shapes{rows(0, 3, count), rows(1, 1, count), half_rows(count),
                                      block(server, server == 0 ? 5 : 8)};
     for (SectionShape& shape : shapes) shape.has_ids = false;
     whole += counted(message(shapes, {.kind = MessageKind::kReply, .step = 7}));
@@ -95,6 +101,13 @@ void write_replies(const Corpus& corpus) {
 std::string event(int kind, int trainer, const std::string& push = "") {
   const auto byte = static_cast<char>(2 * kind + trainer);
   return byte + (kind < 3 ? "" : counted(push));
+}
+
+void write_requests(const Corpus& corpus) {
+  corpus.write("push_bfloat16", message({rows(0, 3, 2), half_rows(3), block(1, 8)}, {}));
+  SectionShape asked = half_rows(4);
+  asked.has_values = false;
+  corpus.write("pull_bfloat16", message({asked}, {.kind = MessageKind::kPull}));
 }
 
 void write_steps(const Corpus& corpus) {
@@ -313,6 +326,7 @@ int main(int argc, char** argv) {
   }
   const fs::path root = argv[1];
   write_replies({root, "ps_reply"});
+  write_requests({root, "ps_request"});
   write_steps({root, "ps_sync"});
   write_calls({root, "ps_control"});
   write_shared({root, "ps_shared"});

@@ -56,11 +56,14 @@ class FuzzedChannel final : public Channel {
 };
 
 std::unique_ptr<Client> make_client() {
-  const JobOptions job{.mode = Mode::kAsync,
-                       .servers = 2,
-                       .dense_rule = {.rule = Rule::kSgd, .learning_rate = 0.1f},
-                       .blocks = {{"w", 0, 5, 0}, {"w", 5, kElements, 1}},
-                       .tables = {{.name = "a", .width = kWidth}, {.name = "b", .width = 1}}};
+  const JobOptions job{
+      .mode = Mode::kAsync,
+      .servers = 2,
+      .dense_rule = {.rule = Rule::kSgd, .learning_rate = 0.1f},
+      .blocks = {{"w", 0, 5, 0}, {"w", 5, kElements, 1}},
+      .tables = {{.name = "a", .width = kWidth},
+                 {.name = "b", .width = 1},
+                 {.name = "c", .width = kWidth, .wire_dtype = WireDtype::kBfloat16}}};
   const ClientOptions options{.servers = {"first", "second"}};
   return std::make_unique<Client>(
       options, job, [](int server) { return std::make_unique<FuzzedChannel>(server); });
@@ -80,10 +83,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const float untouched = std::numeric_limits<float>::quiet_NaN();
   std::vector<float> a(ids.size() * kWidth, untouched);
   std::vector<float> b(ids.size(), untouched);
+  std::vector<float> c(ids.size() * kWidth, untouched);
   std::vector<float> w(kElements, untouched);
   try {
     const std::vector<PullRows> rows{{.table = 0, .ids = ids, .weights = a},
-                                     {.table = 1, .ids = ids, .weights = b}};
+                                     {.table = 1, .ids = ids, .weights = b},
+                                     {.table = 2, .ids = ids, .weights = c}};
     client->pull(rows, {std::span(w)}).wait();
   } catch (const c10::Error&) {
     // Refused, as it should be. Anything else that is thrown ends the program.

@@ -12,7 +12,7 @@ namespace {
 
 using namespace cohort::ps;
 
-// One server with two small tables and two blocks, and trainer 0.
+// One server with small tables, one in bfloat16, and two blocks, and trainer 0.
 std::unique_ptr<ParameterState> make_state() {
   auto state = std::make_unique<ParameterState>(0, "");
   JobOptions job{
@@ -22,7 +22,8 @@ std::unique_ptr<ParameterState> make_state() {
       .blocks = {{"w", 0, 5, 0}, {"w", 5, 13, 0}},
       .tables = {
           {.name = "a", .width = 3},
-          {.name = "b", .width = 1, .rule = {.rule = Rule::kSgd}, .memory_cap_bytes = 1 << 16}}};
+          {.name = "b", .width = 1, .rule = {.rule = Rule::kSgd}, .memory_cap_bytes = 1 << 16},
+          {.name = "c", .width = 3, .wire_dtype = WireDtype::kBfloat16}}};
   const std::string json = job.to_json();
   state->apply({.kind = RecordKind::kJob, .payload = std::as_bytes(std::span(json))});
   const JoinRecord join{.trainer = 0, .incarnation = 1};

@@ -20,7 +20,7 @@ void apply(ParameterState& state, RecordKind kind, const Payload& payload) {
   state.apply({.kind = kind, .payload = std::as_bytes(std::span(&payload, 1))});
 }
 
-// One server, alone or the first of two, with two tables and two blocks, and two trainers.
+// One server, alone or the first of two, with three tables and two blocks, and two trainers.
 std::unique_ptr<ParameterState> make_state(Reduce reduce, int servers) {
   auto state = std::make_unique<ParameterState>(0, "");
   const JobOptions job{
@@ -33,7 +33,8 @@ std::unique_ptr<ParameterState> make_state(Reduce reduce, int servers) {
       .blocks = {{"w", 0, 5, 0}, {"w", 5, 13, 0}},
       .tables = {
           {.name = "a", .width = 3},
-          {.name = "b", .width = 1, .rule = {.rule = Rule::kSgd}, .memory_cap_bytes = 1 << 16}}};
+          {.name = "b", .width = 1, .rule = {.rule = Rule::kSgd}, .memory_cap_bytes = 1 << 16},
+          {.name = "c", .width = 3, .wire_dtype = WireDtype::kBfloat16}}};
   const std::string json = job.to_json();
   state->apply({.kind = RecordKind::kJob, .payload = std::as_bytes(std::span(json))});
   return state;
