@@ -84,7 +84,8 @@ double resident_bytes_of(pid_t process) {
 struct Child {
   pid_t process = -1;
   int number = 0;
-  std::string folder{};  // Of a parameter server.
+  std::string folder{};    // Of a parameter server.
+  std::string endpoint{};  // Likewise.
 };
 
 Child start(const std::function<void(const std::function<void(int)>&)>& body) {
@@ -110,34 +111,40 @@ std::string endpoint_of(const std::string& folder) {
   return "unix:" + folder + ".socket";
 }
 
+enum class Network { kUnix, kTcp };
+
 // With a log a server writes to disk what it is pushed: for long no faster than the disk. Snapshots
 // by a server's default, unless `snapshot_log_bytes` is given.
 Child start_server(const std::string& folder, ps::Durability durability,
-                   std::optional<int64_t> snapshot_log_bytes = std::nullopt) {
+                   std::optional<int64_t> snapshot_log_bytes = std::nullopt,
+                   Network network = Network::kUnix) {
+  const std::string socket = endpoint_of(folder);
   std::filesystem::create_directories(folder);
   Child child = start([&](const auto& ready) {
     const Log log({.console = LogConsole::kNever});
     ps::ServerOptions options{.folder = folder, .durability = durability};
     if (snapshot_log_bytes) options.snapshot_log_bytes = *snapshot_log_bytes;
     ps::Server server(options, log);
-    const ps::RpcServer rpc(server, {.endpoint = endpoint_of(folder)});
-    ready(0);
+    const ps::RpcServer rpc(server,
+                            {.endpoint = network == Network::kUnix ? socket : "127.0.0.1:0"});
+    ready(rpc.port());
     server.wait();
   });
   child.folder = folder;
+  child.endpoint = network == Network::kUnix ? socket : "127.0.0.1:" + std::to_string(child.number);
   return child;
 }
 
-ps::JobOptions job_of(int trainers) {
+ps::JobOptions job_of(int trainers, ps::WireDtype dtype) {
   ps::JobOptions job{.mode = ps::Mode::kAsync, .trainers = trainers};
-  job.tables = {{.name = "ids", .width = static_cast<int64_t>(kWidth)}};
+  job.tables = {{.name = "ids", .width = static_cast<int64_t>(kWidth), .wire_dtype = dtype}};
   return job;
 }
 
-std::unique_ptr<ps::Client> connect(const Child& server, uint32_t trainer, int trainers) {
+std::unique_ptr<ps::Client> connect(const Child& server, uint32_t trainer, int trainers,
+                                    ps::WireDtype dtype = ps::WireDtype::kFloat32) {
   return std::make_unique<ps::Client>(
-      ps::ClientOptions{.servers = {endpoint_of(server.folder)}, .trainer = trainer},
-      job_of(trainers));
+      ps::ClientOptions{.servers = {server.endpoint}, .trainer = trainer}, job_of(trainers, dtype));
 }
 
 using Batches = std::vector<std::vector<uint64_t>>;
@@ -288,18 +295,29 @@ json measure_rows(const Flags& flags, const std::string& folder) {
     std::string name;
     int64_t rows;
     Child server;
+    ps::WireDtype dtype;
     std::unique_ptr<ps::Client> client{};
     Batches batches{};
     std::set<std::string> snapshots{};
   };
   std::vector<Table> tables;
-  const auto add_table = [&](const std::string& name, int64_t rows, ps::Durability durability) {
+  const auto add_table = [&](const std::string& name, int64_t rows, ps::Durability durability,
+                             ps::WireDtype dtype = ps::WireDtype::kFloat32,
+                             Network network = Network::kUnix) {
     const bool is_asked = flags.only.empty() || flags.only.starts_with(name + "_");
     if (rows > 0 && is_asked)
-      tables.push_back({name, rows, start_server(folder + "/" + name, durability)});
+      tables.push_back({name, rows,
+                        start_server(folder + "/" + name, durability, std::nullopt, network),
+                        dtype});
   };
   add_table("small", flags.rows, ps::Durability::kApplied);
   add_table("logged", flags.rows, ps::Durability::kLogged);
+  // The same with half the bytes of values; both once more through the network's stack.
+  constexpr auto kLogged = ps::Durability::kLogged;
+  constexpr auto kFloat32 = ps::WireDtype::kFloat32, kBfloat16 = ps::WireDtype::kBfloat16;
+  add_table("logged_bfloat16", flags.rows, kLogged, kBfloat16);
+  add_table("tcp", flags.rows, kLogged, kFloat32, Network::kTcp);
+  add_table("tcp_bfloat16", flags.rows, kLogged, kBfloat16, Network::kTcp);
   add_table("large", flags.large_rows, ps::Durability::kLogged);
   const Child plain_server = start([](const auto& ready) {
     const bench::PlainServer server;
@@ -312,7 +330,7 @@ json measure_rows(const Flags& flags, const std::string& folder) {
   const std::vector<float> gradients(floats, 0.001f);
   std::vector<Side> sides;
   for (Table& table : tables) {
-    table.client = connect(table.server, 0, 1);
+    table.client = connect(table.server, 0, 1, table.dtype);
     fill(*table.client, table.rows);
     table.batches = draw(table.rows, flags.batch, 1);
     sides.push_back({table.name + "_pull", [&] {
@@ -364,7 +382,7 @@ json measure_rows(const Flags& flags, const std::string& folder) {
   }
   json result;
   for (Table& table : tables) {
-    if (!flags.only.empty() || table.name == "logged") continue;
+    if (!flags.only.empty() || (table.name != "small" && table.name != "large")) continue;
     result[table.name + "_gather_ns_per_row"] = gather_cost(table.rows, table.batches);
   }
   for (const Side& side : sides) result[side.name] = summary(side);
@@ -375,6 +393,11 @@ json measure_rows(const Flags& flags, const std::string& folder) {
     for (const std::string call : {"pull", "push"}) {
       const std::string name = table.name + "_" + call;
       if (!flags.only.empty()) continue;
+      if (table.dtype == kBfloat16) {  // What the others are compared with has more bytes.
+        const std::string wide = table.name.substr(0, table.name.find('_'));
+        result[name]["of_float32"] = rate(name) / rate(wide + "_" + call);
+        continue;
+      }
       result[name]["of_plain"] = rate(name) / rate("plain_" + call);
       result[name]["of_grpc"] = rate(name) / rate("grpc_" + call);
     }
