@@ -23,6 +23,7 @@
 #include "cohort/ps/role.h"
 #include "cohort/ps/rpc/rpc_server.h"
 #include "cohort/ps/server/saved_state.h"
+#include "cohort/ps/table/table_threads.h"
 
 #include "apps/ps/commands.h"
 #include "apps/ps/device.h"
@@ -185,6 +186,13 @@ void add_place_flags(CLI::App& server, ServerFlags& flags) {
           "Memory of dense parameters and their optimizer: host, a GPU (cuda, cuda:N), or cpu "
           "(tensors of libtorch)")
       ->capture_default_str()
+      ->group(place);
+  server
+      .add_option("--table-threads", flags.server.table_threads,
+                  "Threads that have the rows of tables among them: large pulls, pushes and "
+                  "evictions, and loading, take as many cores; the results are the same")
+      ->capture_default_str()
+      ->check(CLI::Range(1, ps::TableThreads::kMost))
       ->group(place);
   server
       .add_option(

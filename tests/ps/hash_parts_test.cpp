@@ -105,14 +105,18 @@ TEST(LeastKeysTest, FindsTheNthOfKeysThatShareManyDigits) {
       keys.push_back({(1 + random() % uses) << 32 | (1'700'000'000 + random() % seconds),
                       splitmix64_finalizer(id)});
     }
-    const auto scan = [&](const auto& visit) {
-      for (const OrderKey& key : keys) visit(key);
+    const size_t parts = 1 + random() % 5;
+    const auto run = [&](const auto& work) {
+      for (size_t part = 0; part < parts; ++part) work(part);
+    };
+    const auto scan = [&](size_t part, const auto& visit) {
+      for (size_t i = part; i < keys.size(); i += parts) visit(keys[i]);
     };
     auto sorted = keys;
     std::sort(sorted.begin(), sorted.end());
     for (const int64_t count : {1, 2, 187, 1500, 3000}) {
-      EXPECT_EQ(nth_key(scan, count, 8), sorted[static_cast<size_t>(count - 1)]);
-      EXPECT_EQ(nth_key(scan, count), sorted[static_cast<size_t>(count - 1)]);
+      EXPECT_EQ(nth_key(parts, run, scan, count, 8), sorted[static_cast<size_t>(count - 1)]);
+      EXPECT_EQ(nth_key(parts, run, scan, count), sorted[static_cast<size_t>(count - 1)]);
     }
   }
 }

@@ -154,7 +154,7 @@ void DurableState::set_job(const JobOptions& job) {
 ParameterState DurableState::empty_state() const {
   const std::string spill_folder =
       options_.folder.empty() ? "" : (fs::path(options_.folder) / "cold").string();
-  return {options_.server, spill_folder, options_.make_block};
+  return {options_.server, spill_folder, options_.make_block, options_.table_threads};
 }
 
 // Tells a folder whose log is gone from a new one: the log is to outlive a power cut before it.

@@ -31,13 +31,15 @@ struct LeaveRecord {
 
 /// Tables and blocks of one server, its trainers, and the open steps.
 ///
-/// Threads: one at a time. Local.
+/// Threads: one caller at a time; it has those of its tables (TableThreads). Local.
 class ParameterState {
  public:
   /// `spill_folder`: for spilled rows (AtCap::kSpill); empty, or not there yet.
-  /// `make_block`: where dense blocks live.
-  ParameterState(int server, std::string spill_folder, BlockMaker make_block = make_host_block)
-      : shard_(server, std::move(spill_folder), std::move(make_block)) {}
+  /// `make_block`: where dense blocks live. `table_threads`: ServerOptions::table_threads.
+  /// Errors: TableThreads'.
+  ParameterState(int server, std::string spill_folder, BlockMaker make_block = make_host_block,
+                 int table_threads = 1)
+      : shard_(server, std::move(spill_folder), std::move(make_block), table_threads) {}
 
   const Shard& shard() const { return shard_; }
   const Membership& members() const { return members_; }

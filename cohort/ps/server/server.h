@@ -3,7 +3,8 @@
 //
 // The transport (rpc/rpc_server.h, or a test) calls `submit` from any thread, which checks the
 // request's form there. The owner takes requests in batches, logs each change of the state, applies it and replies. A pull sees every
-// push that was acknowledged before it. To use more cores, run more servers.
+// push that was acknowledged before it. To use more cores, give tables threads of their own
+// (ServerOptions::table_threads), or run more servers.
 #pragma once
 #include <chrono>
 #include <cstdint>
@@ -36,6 +37,9 @@ struct ServerOptions {
   std::string folder;  ///< Its own: log and snapshots. Empty: none, only under kApplied.
   std::string load;    ///< A checkpoint to begin with, of any number of servers; empty: none.
   BlockMaker make_block = make_host_block;  ///< Where dense parameters live.
+  /// Threads that have the rows of tables among them, the owner included: 1 to 64. Results are the
+  /// same for every number, which may change with each start.
+  int table_threads = 1;
   Durability durability = Durability::kLogged;
   OnTrainerLoss on_trainer_loss = OnTrainerLoss::kFail;
   std::chrono::milliseconds trainer_timeout{
@@ -51,7 +55,7 @@ class Server {
  public:
   /// Recovers what `folder` holds: newest snapshot, then the log behind it.
   /// Errors: ConfigError: the folder is another server's, in use by another process, or damaged
-  /// (file and offset).
+  /// (file and offset); table_threads is out of its range.
   Server(const ServerOptions& options, const Log& log);
   /// Stops as `stop`, without a snapshot.
   ~Server();

@@ -12,6 +12,7 @@
 #include "cohort/ps/server/saved_state.h"
 #include "cohort/ps/table/spill_store.h"
 #include "cohort/ps/table/table_file.h"
+#include "cohort/ps/table/table_threads.h"
 #include "cohort/ps/wire/bfloat16.h"
 #include "cohort/ps/work_folder.h"
 
@@ -79,8 +80,11 @@ bool rows_overlap(size_t i, size_t n, size_t j, size_t m) {
 
 }  // namespace
 
-Shard::Shard(int server, std::string spill_folder, BlockMaker make_block)
-    : server_(server), spill_folder_(std::move(spill_folder)), make_block_(std::move(make_block)) {}
+Shard::Shard(int server, std::string spill_folder, BlockMaker make_block, int table_threads)
+    : server_(server),
+      spill_folder_(std::move(spill_folder)),
+      make_block_(std::move(make_block)),
+      threads_(std::make_shared<TableThreads>(table_threads)) {}
 
 Shard::~Shard() = default;
 Shard::Shard(Shard&&) noexcept = default;
@@ -111,7 +115,7 @@ void Shard::set_job(JobOptions options) {
                               .state_width = state_width(table.rule.rule, table.width),
                               .memory_bytes = spill_memory(table)});
     }
-    tables_.push_back(std::make_unique<RowTable>(table, std::move(store)));
+    tables_.push_back(std::make_unique<RowTable>(table, std::move(store), threads_));
   }
 }
 

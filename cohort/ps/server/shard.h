@@ -32,7 +32,7 @@ struct BlockView {
 class Shard {
  public:
   /// As ParameterState's.
-  Shard(int server, std::string spill_folder, BlockMaker make_block);
+  Shard(int server, std::string spill_folder, BlockMaker make_block, int table_threads = 1);
   ~Shard();
   Shard(Shard&&) noexcept;
   Shard& operator=(Shard&&) noexcept;
@@ -87,6 +87,7 @@ class Shard {
   int server_;
   std::string spill_folder_;
   BlockMaker make_block_;
+  std::shared_ptr<TableThreads> threads_;
   std::shared_ptr<const DeclaredJob> job_;
   std::map<uint32_t, std::unique_ptr<BlockStore>> blocks_;  // By number in the job.
   std::vector<std::unique_ptr<RowTable>> tables_;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <compare>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -32,29 +33,49 @@ struct OrderKey {
   }
 };
 
+/// What nth_key() has seen of one part: how often each value of two digits, and keys.
+struct SeenKeys {
+  static constexpr size_t kValues = 1 << 16;
+  std::vector<int64_t> now = std::vector<int64_t>(kValues);
+  std::vector<int64_t> next = std::vector<int64_t>(kValues);
+  std::vector<OrderKey> rest{};
+};
+
 /// Returns the `count`-th smallest key, `count` >= 1 and at most their number.
 ///
-/// `scan(visit)` calls `visit(key)` for each, the same ones each time. It runs three to five times
-/// over keys as rows have them: digit by digit, until what is left fits `few`.
-/// Memory: 1 MiB.
-template <class Scan>
-OrderKey nth_key(const Scan& scan, int64_t count, int64_t few = 1 << 16) {
+/// The keys are in parts, which `run(work)` lets several threads read: it calls `work(part)` once
+/// for each part in [0, parts). `scan(part, visit)` calls `visit(key)` for each key of a part, the
+/// same ones each time. It runs three to five times over keys as rows have them: digit by digit,
+/// until what is left fits `few`.
+/// Memory: 1 MiB a part.
+template <class Run, class Scan>
+OrderKey nth_key(size_t parts, const Run& run, const Scan& scan, int64_t count,
+                 int64_t few = 1 << 16) {
   constexpr int kDigits = 8;
+  std::vector<SeenKeys> seen(parts);
+  SeenKeys& all = seen.front();
   OrderKey prefix;
-  std::vector<int64_t> now(1 << 16);
-  std::vector<int64_t> next(1 << 16);
   for (int known = 0; known < kDigits;) {
     // The next digit is counted along: where all keys share this one it need not be read again.
-    std::fill(now.begin(), now.end(), 0);
-    std::fill(next.begin(), next.end(), 0);
     const int following = std::min(known + 1, kDigits - 1);
-    scan([&](const OrderKey& key) {
-      if (!key.begins_as(prefix, known)) return;
-      ++now[key.digit(known)];
-      ++next[key.digit(following)];
+    run([&](size_t part) {
+      SeenKeys& its = seen[part];
+      std::fill(its.now.begin(), its.now.end(), 0);
+      std::fill(its.next.begin(), its.next.end(), 0);
+      scan(part, [&](const OrderKey& key) {
+        if (!key.begins_as(prefix, known)) return;
+        ++its.now[key.digit(known)];
+        ++its.next[key.digit(following)];
+      });
     });
+    for (size_t part = 1; part < seen.size(); ++part) {
+      for (size_t value = 0; value < SeenKeys::kValues; ++value) {
+        all.now[value] += seen[part].now[value];
+        all.next[value] += seen[part].next[value];
+      }
+    }
     int64_t left = 0;
-    for (auto* digits : {&now, &next}) {
+    for (auto* digits : {&all.now, &all.next}) {
       if (known == kDigits) break;
       int64_t total = 0;
       uint64_t value = 0;
@@ -65,12 +86,15 @@ OrderKey nth_key(const Scan& scan, int64_t count, int64_t few = 1 << 16) {
       if (left < total) break;
     }
     if (left > few) continue;
-    std::vector<OrderKey> rest;
-    scan([&](const OrderKey& key) {
-      if (key.begins_as(prefix, known)) rest.push_back(key);
+    run([&](size_t part) {
+      scan(part, [&](const OrderKey& key) {
+        if (key.begins_as(prefix, known)) seen[part].rest.push_back(key);
+      });
     });
-    std::nth_element(rest.begin(), rest.begin() + (count - 1), rest.end());
-    return rest[static_cast<size_t>(count - 1)];
+    for (size_t part = 1; part < seen.size(); ++part)
+      all.rest.insert(all.rest.end(), seen[part].rest.begin(), seen[part].rest.end());
+    std::nth_element(all.rest.begin(), all.rest.begin() + (count - 1), all.rest.end());
+    return all.rest[static_cast<size_t>(count - 1)];
   }
   return prefix;
 }

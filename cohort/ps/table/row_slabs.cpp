@@ -11,8 +11,8 @@ uint32_t RowSlabs::allocate() {
     free_ = static_cast<uint32_t>(at(place)->id);
     return place;
   }
-  TORCH_CHECK(end_ < kMaxRows, "a table of one server holds at most ", kMaxRows,
-              " rows in memory: use more servers");
+  TORCH_CHECK(end_ < kMaxRows, "a thread of a server holds at most ", kMaxRows,
+              " rows of a table in memory: use more servers");
   if (end_ % kSlabRows == 0) {
     // The first rows of a table in small pages: many tables stay small.
     slabs_.emplace_back(kSlabRows * stride_, slabs_.empty() ? kHugePage : 0);

@@ -13,12 +13,14 @@
 
 namespace cohort::ps {
 
+class TableThreads;
+
 /// Contents of a table, and counts of events since it was made or loaded.
 struct TableStatistics {
   int64_t rows = 0;          ///< In memory.
   int64_t spilled_rows = 0;  ///< In the spill store only.
   int64_t counted_ids = 0;   ///< Without a row, but counted by the entry policy.
-  int64_t bytes = 0;         ///< Of memory: rows, index, counts, free places.
+  int64_t bytes = 0;         ///< Of memory: rows, index, counts, free places; more with threads.
   int64_t created = 0;
   int64_t evicted = 0;   ///< Dropped for good.
   int64_t demoted = 0;   ///< Moved to the spill store.
@@ -38,13 +40,21 @@ struct TableStatistics {
 /// bytes each); the index has 10 to 12.5 bytes for a row, in many small parts, so that none takes
 /// long to grow. Batches are walked with prefetches: the time goes to memory, not to arithmetic.
 /// With a spill store a row is in one of the two: a push brings it to memory, a pull leaves it.
-/// Threads: one at a time. Local. Sizes of spans are the caller's promise: a server checks them when
-/// a message arrives (DeclaredJob).
+///
+/// With TableThreads each thread has the rows of its own parts of the index, in slabs of its own, and
+/// large pulls, pushes, insertions and evictions are divided among them. All of a row's updates are
+/// one thread's, in their order: what the table holds, and its counts of events, do not depend on
+/// the number of threads. Undivided are pushes during which the table, or its counts, may get full,
+/// the spill store, and for_each.
+/// Threads: one caller at a time. Local. Sizes of spans are the caller's promise: a server checks
+/// them when a message arrives (DeclaredJob).
 class RowTable {
  public:
-  /// `spill_store`: given for AtCap::kSpill, and only then; its rows are the table's.
+  /// `spill_store`: given for AtCap::kSpill, and only then; its rows are the table's. `threads`: may
+  /// be those of other tables, too; nullptr: the caller alone.
   /// Errors: ConfigError that names the option.
-  explicit RowTable(const TableOptions& options, std::unique_ptr<SpillStore> spill_store = nullptr);
+  explicit RowTable(const TableOptions& options, std::unique_ptr<SpillStore> spill_store = nullptr,
+                    std::shared_ptr<TableThreads> threads = nullptr);
   ~RowTable();
   RowTable(RowTable&&) noexcept;
 
@@ -58,6 +68,7 @@ class RowTable {
 
   /// Updates the rows of `ids` by `gradients` [ids.size() x width], in their order, makes those not
   /// there yet. `step` as in update(); `now`: seconds since 1970, never less than before.
+  /// Errors: std::bad_alloc, the spill store's: some of `ids` are updated then.
   void push(std::span<const uint64_t> ids, std::span<const float> gradients, int64_t step,
             uint32_t now);
 
@@ -67,7 +78,8 @@ class RowTable {
 
   /// Calls `visit` for every row, in no order that matters. With a spill store: its rows, too.
   void for_each(const std::function<void(const RowView&)>& visit) const;
-  /// The rows in memory alone: takes no memory and no lock, as a forked child needs it.
+  /// The rows in memory alone: takes no memory, no lock and no other thread, as a forked child needs
+  /// it.
   void for_each_in_memory(const std::function<void(const RowView&)>& visit) const;
   /// Calls `visit(id, pushes)` for every id that the entry policy counts. Likewise.
   void for_each_count(const std::function<void(uint64_t, uint32_t)>& visit) const;
