@@ -30,7 +30,7 @@ namespace table_threads_test {
 using test::message_of;
 
 constexpr int64_t kWidth = 3;
-constexpr size_t kBatch = 6000;  // Enough to be divided among 8 threads.
+constexpr size_t kBatch = 9000;  // Enough to be divided among 8 threads.
 
 std::shared_ptr<TableThreads> threads_of(int count) {
   return std::make_shared<TableThreads>(count);
@@ -56,11 +56,11 @@ TEST(TableThreadsTest, EachNumberIsCalledOnceInARound) {
     EXPECT_EQ(first[0], std::this_thread::get_id());
     EXPECT_EQ(std::set(first.begin(), first.end()).size(), first.size());
     std::vector<int64_t> calls(threads.count());
-    for (int round = 0; round < 1000; ++round) {
+    for (int round = 0; round < 100; ++round) {
       threads.run(
           [&](size_t number) { calls[number] += first[number] == std::this_thread::get_id(); });
     }
-    EXPECT_EQ(calls, std::vector<int64_t>(threads.count(), 1000));
+    EXPECT_EQ(calls, std::vector<int64_t>(threads.count(), 100));
   }
 }
 
@@ -130,7 +130,7 @@ TableOptions options_of(Rule rule, AtCap at_cap = AtCap::kRefuse, int64_t cap_ro
                        .width = kWidth,
                        .rule = {.rule = rule},
                        .entry = entry,
-                       .eviction = {.time_to_live_s = 8'000},
+                       .eviction = {.time_to_live_s = 12'000},
                        .at_cap = at_cap};
   options.memory_cap_bytes = cap_rows * row_bytes(options);
   return options;
@@ -191,7 +191,7 @@ TEST(TableThreadsTest, ATableOfSeveralThreadsHoldsTheBitsOfOne) {
   for (const TableOptions& options :
        {options_of(Rule::kRowwiseAdagrad), options_of(Rule::kAdam),
         options_of(Rule::kFtrl, AtCap::kRefuse, 15'000),
-        options_of(Rule::kAdam, AtCap::kEvictLeastUsed, 30'000),
+        options_of(Rule::kAdam, AtCap::kEvictLeastUsed, 60'000),
         options_of(Rule::kSgd, AtCap::kRefuse, 0, {.kind = Kind::kCount, .pushes = 3}),
         options_of(Rule::kSgd, AtCap::kRefuse, 40'000, {.kind = Kind::kCount, .pushes = 2}),
         options_of(Rule::kSgd, AtCap::kEvictLeastUsed, 40'000, {.kind = Kind::kCount, .pushes = 3}),
@@ -205,9 +205,9 @@ TEST(TableThreadsTest, ATableOfSeveralThreadsHoldsTheBitsOfOne) {
   }
 }
 
-// Its portions, a sixteenth of 30,000 rows, are divided among two and three threads.
+// Its portions, a sixteenth of 60,000 rows, are divided among two and three threads.
 TEST(TableThreadsTest, ATableThatSpillsHoldsTheBitsOfOne) {
-  const TableOptions options = options_of(Rule::kAdam, AtCap::kSpill, 30'000);
+  const TableOptions options = options_of(Rule::kAdam, AtCap::kSpill, 60'000);
   const auto pushes = large_pushes(24);
   const Shown one = shown_by(options, 1, pushes);
   ASSERT_GT(std::get<5>(one.events), 0);  // Demoted.

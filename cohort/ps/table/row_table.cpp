@@ -20,8 +20,8 @@
 namespace cohort::ps {
 namespace {
 
-constexpr int64_t kShare = 16;   // So much of a full table goes at once: a sixteenth.
-constexpr size_t kFewIds = 512;  // For each thread: so few the owner handles alone.
+constexpr int64_t kShare = 16;    // So much of a full table goes at once: a sixteenth.
+constexpr size_t kFewIds = 1024;  // For each thread: fewer the calling thread handles alone.
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 
 bool always(uint64_t /*value*/) {
@@ -148,8 +148,10 @@ struct RowTable::Rows {
   // Calls `work(i, hash, row or nullptr, group)` for each i in [0, count) in order. What the memory
   // must fetch for it is asked for before: its place in the index 2 x kAhead ids before, its row
   // kAhead before. One id at a time: what several ask for at once is more than the CPU has room for.
+  // The functions are copies, and have copies of what they read: `work` writes memory that the
+  // compiler cannot tell from what is reached through a reference.
   template <class IdAt, class GroupOf, class Work>
-  static void walk(size_t count, const IdAt& id_at, const GroupOf& group_of, const Work& work) {
+  static void walk(size_t count, IdAt id_at, GroupOf group_of, Work work) {
     constexpr size_t kAhead = 16;
     struct Asked {
       uint64_t hash;
@@ -184,20 +186,21 @@ struct RowTable::Rows {
   // All ids, by the calling thread.
   template <class Work>
   void walk_all(std::span<const uint64_t> ids, const Work& work) const {
-    const auto id_at = [&](size_t i) { return ids[i]; };
+    const auto id_at = [ids](size_t i) { return ids[i]; };
     if (groups.size() == 1) {
-      Group& all = *groups.front();
+      Group* const all = groups.front().get();
       return walk(
-          ids.size(), id_at, [&](uint64_t) -> Group& { return all; }, work);
+          ids.size(), id_at, [all](uint64_t) -> Group& { return *all; }, work);
     }
     walk(
-        ids.size(), id_at, [&](uint64_t hash) -> Group& { return *groups[number_of(hash)]; }, work);
+        ids.size(), id_at, [this](uint64_t hash) -> Group& { return *groups[number_of(hash)]; },
+        work);
   }
 
   // Those of `ids` that are one group's.
   template <class Work>
   void walk_own(size_t number, std::span<const uint64_t> ids, const Work& work) const {
-    Group& group = *groups[number];
+    Group* const group = groups[number].get();
     std::array<uint32_t, 4096> own{};
     for (size_t begin = 0; begin < ids.size(); begin += own.size()) {
       const auto some = ids.subspan(begin, std::min(own.size(), ids.size() - begin));
@@ -208,9 +211,10 @@ struct RowTable::Rows {
         count += number_of(splitmix64_finalizer(some[i])) == number ? 1 : 0;
       }
       walk(
-          count, [&](size_t i) { return some[own[i]]; }, [&](uint64_t) -> Group& { return group; },
-          [&](size_t i, uint64_t hash, Row* row, Group&) {
-            work(begin + own[i], hash, row, group);
+          count, [some, &own](size_t i) { return some[own[i]]; },
+          [group](uint64_t) -> Group& { return *group; },
+          [begin, &own, &work](size_t i, uint64_t hash, Row* row, Group& its) {
+            work(begin + own[i], hash, row, its);
           });
     }
   }
@@ -229,7 +233,7 @@ struct RowTable::Rows {
   void read(std::span<const uint64_t> ids, const Work& work) const {
     const auto read_part = [&](size_t part, size_t begin, size_t end) {
       walk_all(ids.subspan(begin, end - begin),
-               [&](size_t i, uint64_t hash, const Row* row, const Group&) {
+               [=](size_t i, uint64_t hash, const Row* row, const Group&) {
                  work(part, begin + i, hash, row);
                });
     };
@@ -514,7 +518,7 @@ void RowTable::pull(std::span<const uint64_t> ids, std::span<float> weights,
   const size_t width = rows.width;
   const bool has_spilled_rows = rows.spilled && rows.spilled->rows() > 0;
   std::vector<std::vector<size_t>> missing(has_spilled_rows ? rows.groups.size() : 0);
-  rows.read(ids, [&](size_t part, size_t i, uint64_t, const Row* row) {
+  rows.read(ids, [=, &rows, &missing](size_t part, size_t i, uint64_t, const Row* row) {
     float* to = weights.data() + i * width;
     if (row != nullptr) {
       copy_floats(row->floats(), width, to);

@@ -1,14 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/ps/table/table_threads.h"
 
+#include <chrono>
 #include <pthread.h>
+#include <sched.h>
 #include <string>
 
 #include "cohort/base/error.h"
 
 namespace cohort::ps {
+namespace {
 
-TableThreads::TableThreads(int count) {
+// About as long as it takes to wake a thread.
+constexpr std::chrono::microseconds kSpin{50};
+
+// Whether each of `count` threads can have a core of its own.
+bool have_cores(int count) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  return ::sched_getaffinity(0, sizeof(set), &set) == 0 && count <= CPU_COUNT(&set);
+}
+
+void pause_core() {
+#ifdef __x86_64__
+  __builtin_ia32_pause();
+#endif
+}
+
+}  // namespace
+
+TableThreads::TableThreads(int count) : spins_(have_cores(count)) {
   if (count < 1 || count > kMost) {
     throw ConfigError("table_threads: expected 1 to " + std::to_string(kMost) + ", got " +
                       std::to_string(count));
@@ -42,13 +63,25 @@ void TableThreads::run(const std::function<void(size_t)>& work) {
   ++round_;
   round_.notify_all();
   do_work(0);
-  for (uint32_t left = running_; left != 0; left = running_) running_.wait(left);
+  await_others();
   std::exception_ptr first;
   for (std::exception_ptr& error : errors_) {
     if (!first) first = error;
     error = nullptr;
   }
   if (first) std::rethrow_exception(first);
+}
+
+void TableThreads::await_others() {
+  using Clock = std::chrono::steady_clock;
+  // They end about when the caller does: to sleep would cost more than the wait.
+  for (const auto end = Clock::now() + kSpin; spins_ && Clock::now() < end;) {
+    for (int turn = 0; turn < 64; ++turn) {
+      if (running_ == 0) return;
+      pause_core();
+    }
+  }
+  for (uint32_t left = running_; left != 0; left = running_) running_.wait(left);
 }
 
 void TableThreads::attend(size_t number) {

@@ -35,12 +35,14 @@ class TableThreads {
  private:
   void attend(size_t number);
   void do_work(size_t number);
+  void await_others();
   void end();
 
   const std::function<void(size_t)>* work_ = nullptr;  // nullptr in a new round: the threads end.
   std::vector<std::exception_ptr> errors_;             // One for each thread, the caller's first.
   std::atomic<uint32_t> round_ = 0;
   std::atomic<uint32_t> running_ = 0;  // Threads that have not ended this round's work.
+  const bool spins_;                   // run() waits awake for a moment before it sleeps.
   std::vector<std::jthread> threads_;
 };
 
