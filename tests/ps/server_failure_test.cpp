@@ -9,6 +9,7 @@
 #include <future>
 #include <gtest/gtest.h>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <nlohmann/json.hpp>
 #include <span>
@@ -241,6 +242,41 @@ TEST(ServerFailureTest, AFullDiskIsLoggedOnceAndNamedToThoseWhoWaitForOthers) {
   EXPECT_EQ(log.find("cannot log", said + 1), std::string::npos) << log;
   ASSERT_EQ(cluster.ask(0, second.push(1, ids)).code, Code::kOk);
   EXPECT_EQ(cluster.ask(0, first.pull({1}, 2)).text, "step 2 waits for trainer 0, 1");
+}
+
+// Of the pushes behind the one that cannot be logged, too: they wait for it.
+TEST(ServerFailureTest, ATrainerSaysThatTheDiskIsFull) {
+  Cluster cluster(1);
+  LinkOptions link = quick_link();
+  link.attempt_timeout = milliseconds(20'000);
+  link.notice_period = milliseconds(300);
+  std::mutex mutex;
+  std::vector<std::string> said;
+  link.on_wait = [&](const std::string& line) {
+    const std::lock_guard lock(mutex);
+    said.push_back(line);
+  };
+  const auto lines = [&] {
+    const std::lock_guard lock(mutex);
+    return said;
+  };
+  const auto client = cluster.client(0, ledger_job(1, 1, Mode::kAsync), link);
+  const std::vector<uint64_t> ids{1};
+  const std::vector<float> gradient(2, -1);
+  const PushRows pushed{0, ids, gradient};
+  {
+    const FileSizeLimit full(1);
+    for (int i = 0; i < 20; ++i) client->push(std::span(&pushed, 1), {});
+    // Longer than a push waits at a server: by then each has been answered.
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (lines().size() < 10 && std::chrono::steady_clock::now() < end)
+      std::this_thread::sleep_for(milliseconds(10));
+  }
+  client->flush();
+  ASSERT_GE(lines().size(), 10U);
+  const std::string reason = "server 0 (in-process:0): waiting: " + cluster.folder(0) +
+                             "/log/00000000000000000001.log: cannot write: File too large";
+  for (const std::string& line : lines()) EXPECT_EQ(line, reason);
 }
 
 TEST(ServerFailureTest, ACheckpointThatIsNotLoadedWholeEndsTheJobAndIsLoadedByTheNextStart) {

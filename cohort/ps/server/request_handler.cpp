@@ -622,8 +622,11 @@ void RequestHandler::end_long_polls(Time now) {
     answer.progress = *progress;
     return answer;
   });
-  end_in(out_of_order_, !failure_.empty(), [this](const Pending&) {
-    return reply(Code::kNotYet, "an earlier push of this trainer is missing");
+  // The earlier push may be there and find no room on the disk: that is what the trainer must hear.
+  const std::string& unwritable = durable_.log_failure();
+  end_in(out_of_order_, !failure_.empty(), [&](const Pending&) {
+    return reply(Code::kNotYet,
+                 unwritable.empty() ? "an earlier push of this trainer is missing" : unwritable);
   });
 }
 
