@@ -22,6 +22,7 @@
 #include <unistd.h>
 #include <vector>
 
+#include "cohort/ps/client/server_link.h"
 #include "cohort/ps/rpc/rpc_channel.h"
 #include "cohort/ps/rpc/rpc_server.h"
 
@@ -281,6 +282,11 @@ std::vector<float> train(const std::string& endpoint) {
   }
   client.leave();
   return rows;
+}
+
+// They hold their parts until they are acknowledged.
+TEST(SharedAreaTest, PushesLeaveHalfOfTheMemoryToAnswers) {
+  EXPECT_LE(static_cast<uint64_t>(LinkOptions{}.max_in_flight_bytes), SharedArea::kMostBytes / 2);
 }
 
 TEST(SharedAreaTest, RowsAreThoseThatGoThroughASocket) {

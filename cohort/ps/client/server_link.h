@@ -28,7 +28,9 @@ struct LinkOptions {
   /// a checkpoint does not count while the checkpoint grows.
   std::chrono::milliseconds trainer_timeout{600'000};
   std::chrono::milliseconds heartbeat_period{1'000};
-  int64_t max_in_flight_bytes = int64_t{64} << 20;  ///< Of pushes not acknowledged; more block.
+  /// Of pushes not acknowledged; more block. Half of the memory that a trainer shares with a server
+  /// of its host: answers find room in the other half.
+  int64_t max_in_flight_bytes = int64_t{32} << 20;
   std::chrono::milliseconds notice_period{10'000};  ///< Between two calls of `on_wait`.
   /// Called with one line of text while requests wait without a reply; on the timer's thread, which
   /// it must not block. May be empty.
