@@ -556,11 +556,7 @@ void RequestHandler::finish_batch(Time now) {
     if (added->number) break;
     added->number = durable_.last_number();
   }
-  if (stopped_) {
-    durable_.sync();
-  } else {
-    durable_.begin_sync();
-  }
+  durable_.begin_sync();
   kill_point("before the answer");
   acknowledge_durable();
   answer_waiting();
