@@ -204,15 +204,20 @@ std::span<uint16_t> MessageWriter::bfloat16s(size_t section) {
 }
 
 Buffer MessageWriter::finish(Header header) {
-  header.num_sections = static_cast<uint32_t>(offsets_.size());
-  reseal(buffer_.span(), header);
-  return std::move(buffer_);
+  return finish(header, Seal::kChecksum);
 }
 
 Buffer MessageWriter::finish_reply(Header header) {
-  if (buffer_.is_owner()) return finish(header);
+  return finish(header, buffer_.is_owner() ? Seal::kChecksum : Seal::kNone);
+}
+
+Buffer MessageWriter::finish(Header header, Seal seal) {
   header.num_sections = static_cast<uint32_t>(offsets_.size());
-  std::memcpy(buffer_.data(), &header, sizeof(header));
+  if (seal == Seal::kChecksum) {
+    reseal(buffer_.span(), header);
+  } else {
+    std::memcpy(buffer_.data(), &header, sizeof(header));
+  }
   return std::move(buffer_);
 }
 

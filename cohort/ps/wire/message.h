@@ -143,6 +143,9 @@ class MessageWriter {
   Buffer finish_reply(Header header);
 
  private:
+  enum class Seal { kChecksum, kNone };
+  Buffer finish(Header header, Seal seal);
+
   struct Offsets {
     size_t ids, values;
     size_t num_ids, num_values;
