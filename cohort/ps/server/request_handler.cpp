@@ -498,7 +498,8 @@ void RequestHandler::save(Pending& pending) {
                                                  std::to_string(step) + ", it is that after step " +
                                                  std::to_string(state.steps())));
   if (is_sync && state.steps() < step) return wait(pending, step);
-  // Nor may a checkpoint be ahead of its server after a power failure.
+  // After a power failure the server may go back to what the disk has: a checkpoint of a later step
+  // would not fit its state.
   if (durable_.is_saving() || !is_step_durable()) return wait(pending);
   durable_.begin_save(pending.request.text, nonce,
                       [this, nonce, steps = state.steps()](const std::string& reason) {

@@ -116,8 +116,8 @@ class RequestHandler {
   // Pushes that arrived before an earlier one of their trainer: by trainer and sequence.
   std::multimap<std::pair<uint32_t, uint64_t>, Pending> out_of_order_;
   int64_t kept_bytes_ = 0;  // Of messages in the two.
-  // Applied; answered when record `number` may be acknowledged. Nothing: of this batch, at whose end
-  // the number is known.
+  // A reply to what was applied. It is sent when record `number` may be acknowledged, the last of
+  // the batch; without a number the batch has not ended yet.
   struct Acknowledgement {
     std::optional<uint64_t> number;
     Done done;
