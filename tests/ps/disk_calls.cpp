@@ -95,11 +95,11 @@ int64_t synced_bytes(const std::string& path) {
   return bytes;
 }
 
-void replace_syncs(int microseconds) {
+ReplacedSyncs::ReplacedSyncs(int microseconds) {
   notes().instead_us = microseconds;
 }
 
-void restore_syncs() {
+ReplacedSyncs::~ReplacedSyncs() {
   notes().instead_us = -1;
 }
 

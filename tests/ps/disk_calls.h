@@ -15,11 +15,15 @@ void fail_next(Call call, int error);
 int count(Call call, const std::string& path);
 /// How long the file was, or that of a folder, when it was synced last; -1: never.
 int64_t synced_bytes(const std::string& path);
-/// From now on syncs take this long and do not reach the disk: the test does not depend on its
-/// speed.
-void replace_syncs(int microseconds);
-/// Syncs reach the disk again.
-void restore_syncs();
+/// For as long as this lives syncs take this long and do not reach the disk: the test does not depend
+/// on its speed.
+class ReplacedSyncs {
+ public:
+  explicit ReplacedSyncs(int microseconds);
+  ~ReplacedSyncs();
+  ReplacedSyncs(const ReplacedSyncs&) = delete;
+  ReplacedSyncs& operator=(const ReplacedSyncs&) = delete;
+};
 /// Forgets all that was counted.
 void forget();
 

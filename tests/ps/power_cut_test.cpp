@@ -161,12 +161,10 @@ class PowerCutTest : public testing::Test {
       : shared_(*new (::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE,
                              MAP_SHARED | MAP_ANONYMOUS, -1, 0)) Shared) {
     disk_calls::forget();  // And shares its notes with the processes.
-    disk_calls::replace_syncs(2'000);
   }
 
   ~PowerCutTest() override {
     if (process_ > 0) kill(process_);
-    disk_calls::restore_syncs();
   }
 
   void start(const ServerOptions& options, uint64_t seed) {
@@ -241,6 +239,7 @@ class PowerCutTest : public testing::Test {
   }
 
   const ScratchFolder folder_;
+  const disk_calls::ReplacedSyncs syncs_{2'000};
   Shared& shared_;
   pid_t process_ = -1;
 };
@@ -351,14 +350,13 @@ TEST_F(DamagedLogTest, WhatCameBeforeTheLastSegmentIsDamage) {
 TEST(UpdateLogSyncTest, WhatIsASecondOldIsSynced) {
   const ScratchFolder folder;
   disk_calls::forget();
-  disk_calls::replace_syncs(0);
+  const disk_calls::ReplacedSyncs syncs(0);
   UpdateLog log(folder.path("log"), 1, [](const Record&) {});
   append(log, 100);
   const std::string segment = fs::directory_iterator(folder.path("log"))->path().string();
   size_t looks = 0;
   for (; disk_calls::synced_bytes(segment) < 100 && looks < kWindow; ++looks)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  disk_calls::restore_syncs();
   EXPECT_LT(looks, kWindow);
 }
 

@@ -6,6 +6,7 @@
 #include <future>
 #include <gtest/gtest.h>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "tests/ps/cluster.h"
@@ -79,25 +80,23 @@ TEST(SyncedTest, APushDoesNotWaitForThePeriodicSync) {
 TEST(SyncedTest, APullDoesNotWaitForTheDisk) {
   Cluster cluster(1, {.durability = Durability::kSynced});
   const RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
-  disk_calls::replace_syncs(3'000'000);
+  const disk_calls::ReplacedSyncs slow(3'000'000);
   auto pushed = cluster.send(0, trainer.push(1));
   const Reply reply = cluster.ask(0, trainer.pull({1}));
   EXPECT_EQ(pushed.wait_for(std::chrono::seconds(0)), std::future_status::timeout);
   EXPECT_EQ(reply.code, Code::kOk);
   EXPECT_EQ(parse_message(reply.message.span()).sections[0].values[0], 1.0f);
   EXPECT_EQ(pushed.get().code, Code::kOk);
-  disk_calls::restore_syncs();
 }
 
 // Others might have computed with it, and the server go back behind it.
 TEST(SyncedTest, AStepIsShownWhenItIsOnTheDisk) {
   Cluster cluster(1, {.durability = Durability::kSynced});
   const RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kSync), 0);
-  disk_calls::replace_syncs(300'000);
+  const disk_calls::ReplacedSyncs slow(300'000);
   auto pushed = cluster.send(0, trainer.push(1));
   EXPECT_EQ(unsynced_at_the_answer(cluster, trainer.pull({1}, 1)), 0);
   EXPECT_EQ(pushed.get().code, Code::kOk);
-  disk_calls::restore_syncs();
 }
 
 TEST(SyncedTest, ACheckpointBeginsWhenItsStepIsOnTheDisk) {
@@ -105,7 +104,7 @@ TEST(SyncedTest, ACheckpointBeginsWhenItsStepIsOnTheDisk) {
   const RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kSync), 0);
   const std::string folder = cluster.path("checkpoint");
   const Request save{.call = Call::kSave, .trainer = 0, .step = 1, .nonce = 7, .text = folder};
-  disk_calls::replace_syncs(700'000);
+  std::optional<disk_calls::ReplacedSyncs> slow(700'000);
   auto pushed = cluster.send(0, trainer.push(1));
   auto saved = cluster.send(0, save);
   while (!fs::exists(folder) &&
@@ -113,7 +112,7 @@ TEST(SyncedTest, ACheckpointBeginsWhenItsStepIsOnTheDisk) {
   }
   EXPECT_TRUE(fs::exists(folder));
   EXPECT_EQ(pushed.wait_for(std::chrono::seconds(0)), std::future_status::ready);
-  disk_calls::restore_syncs();
+  slow.reset();
   Reply reply = saved.get();
   for (int i = 0; i < 60 && reply.code == Code::kNotYet; ++i) reply = cluster.ask(0, save);
   EXPECT_EQ(reply.code, Code::kOk) << reply.text;
@@ -125,20 +124,18 @@ TEST(SyncedTest, AConfirmationIsAnsweredWhenTheStepThatItClosesIsOnTheDisk) {
   Cluster cluster(2, {.durability = Durability::kSynced});
   const RawTrainer trainer(cluster, ledger_job(1, 2, Mode::kSync), 0);
   ASSERT_EQ(cluster.ask(0, trainer.push(1)).code, Code::kOk);
-  disk_calls::replace_syncs(300'000);
+  const disk_calls::ReplacedSyncs slow(300'000);
   EXPECT_EQ(unsynced_at_the_answer(cluster, trainer.confirm(1)), 0);
-  disk_calls::restore_syncs();
 }
 
 TEST(SyncedTest, APullThatWaitsForTheDiskIsToldSo) {
   Cluster cluster(1, {.durability = Durability::kSynced});
   const RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kSync), 0);
-  disk_calls::replace_syncs(3'000'000);
+  const disk_calls::ReplacedSyncs slow(3'000'000);
   auto pushed = cluster.send(0, trainer.push(1));
   const Reply reply = cluster.ask(0, trainer.pull({1}, 1));
   EXPECT_EQ(reply.code, Code::kNotYet);
   EXPECT_EQ(reply.text, "step 1 is not on the disk yet");
-  disk_calls::restore_syncs();
   EXPECT_EQ(pushed.get().code, Code::kOk);
 }
 
@@ -146,23 +143,21 @@ TEST(SyncedTest, APullThatWaitsForTheDiskIsToldSo) {
 TEST(SyncedTest, PushesBeforeAStopAreAcknowledged) {
   Cluster cluster(1, {.durability = Durability::kSynced});
   const RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
-  disk_calls::replace_syncs(300'000);
+  const disk_calls::ReplacedSyncs slow(300'000);
   auto pushed = cluster.send(0, trainer.push(1));
   EXPECT_EQ(cluster.ask(0, {.call = Call::kStop}).code, Code::kOk);
   EXPECT_EQ(pushed.get().code, Code::kOk);
-  disk_calls::restore_syncs();
 }
 
 // As by a signal.
 TEST(SyncedTest, PushesThatWereAppliedBeforeTheEndAreAcknowledged) {
   Cluster cluster(1, {.durability = Durability::kSynced});
   RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
-  disk_calls::replace_syncs(300'000);
+  const disk_calls::ReplacedSyncs slow(300'000);
   auto pushed = cluster.send(0, trainer.push(1));
   EXPECT_EQ(trainer.weight(1), 1.0f);
   cluster.end(0);
   EXPECT_EQ(pushed.get().code, Code::kOk);
-  disk_calls::restore_syncs();
 }
 
 }  // namespace synced_test
