@@ -175,6 +175,16 @@ TEST(Bfloat16Test, EachPushTrainerRowTableAndSeedHasRandomNumbersOfItsOwn) {
   }
 }
 
+// A job that another build resumes is rounded as before.
+TEST(Bfloat16Test, TheRandomNumbersAreTheseEverywhere) {
+  const std::vector<float> ties(20, 1 + 0x1p-8f);
+  std::vector<uint16_t> rounded(ties.size());
+  round_stochastically(rounding_key_of_row(rounding_key(1, 2, 3, 4), 5), 9, ties, rounded);
+  std::string ups;
+  for (const uint16_t bits : rounded) ups += bits == 0x3f80 ? '0' : '1';
+  EXPECT_EQ(ups, "00010111011110000001");
+}
+
 TEST(WireDtypeTest, NamesAreRead) {
   for (const WireDtype dtype : {WireDtype::kFloat32, WireDtype::kBfloat16})
     EXPECT_EQ(wire_dtype_named(to_string(dtype)), dtype);

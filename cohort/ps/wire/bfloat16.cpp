@@ -20,21 +20,28 @@ constexpr size_t kStep = 16;
   return static_cast<uint16_t>((bits & kNotSign) > kExponent ? kNan : rounded);
 }
 
-// 16 random bits. The two products mix as those of lowbias32 do (Wellons 2018, "Prospecting for
-// hash functions"); the key's second half comes between them.
-[[gnu::always_inline]] inline uint32_t random_bits(uint32_t low, uint32_t high, uint32_t number) {
-  uint32_t x = number * 0x9e3779b1 + low;
+constexpr uint32_t kGolden = 0x9e3779b1;
+constexpr size_t kHalf = kStep / 2;
+using Words [[gnu::vector_size(kHalf * sizeof(uint32_t))]] = uint32_t;
+using Halves [[gnu::vector_size(kHalf * sizeof(uint16_t))]] = uint16_t;
+
+// Turns a key's first half plus a multiple of kGolden into 32 random bits. The two products mix as
+// those of lowbias32 do (Wellons 2018, "Prospecting for hash functions"); the key's second half
+// comes between them.
+template <class Word>
+[[gnu::always_inline]] inline void mix(Word& x, uint32_t high) {
   x = (x ^ x >> 16) * 0x7feb352d + high;
   x = (x ^ x >> 15) * 0x846ca68b;
-  return x >> 16;
+  x ^= x >> 16;
 }
 
-[[gnu::always_inline]] inline uint16_t random_neighbour(float value, uint32_t random) {
-  const auto bits = std::bit_cast<uint32_t>(value);
-  // What lies behind the upper half carries with just its probability.
-  const uint32_t sum = bits + random;
-  const uint32_t rounded = (sum & kExponent) == kExponent ? bits : sum;
-  return static_cast<uint16_t>((bits & kNotSign) > kExponent ? kNan : rounded >> 16);
+// Leaves the bits of a neighbour in the lower half of `bits`, by 16 random ones: what lies behind
+// the upper half carries with just its probability.
+template <class Word>
+[[gnu::always_inline]] inline void round_by(Word& bits, const Word& random) {
+  const Word sum = bits + random;
+  const Word rounded = ((sum & kExponent) == kExponent ? bits : sum) >> 16;
+  bits = (bits & kNotSign) > kExponent ? rounded * 0 + kNan : rounded;
 }
 
 template <class Convert>
@@ -52,15 +59,40 @@ template <class Convert>
       count, [&](size_t i) __attribute__((always_inline)) { to[i] = nearest(from[i]); });
 }
 
+// Values j and j + kHalf of an aligned step share a number: each takes half of its bits.
 [[gnu::always_inline]] inline void round_random_loop(uint64_t key, uint64_t first,
                                                      const float* from, size_t count,
                                                      uint16_t* to) {
   const auto low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
-  const auto begin = static_cast<uint32_t>(first);
-  for_each_number(
-      count, [&](size_t i) __attribute__((always_inline)) {
-        to[i] = random_neighbour(from[i], random_bits(low, high, begin + static_cast<uint32_t>(i)));
-      });
+  const auto start_of = [low](uint64_t step) {
+    return low + static_cast<uint32_t>(step) * static_cast<uint32_t>(kHalf) * kGolden;
+  };
+  const Words places{0, 1, 2, 3, 4, 5, 6, 7};
+  size_t i = 0;
+  while (i < count) {
+    const uint64_t number = first + i;
+    const uint32_t start = start_of(number / kStep);
+    const auto place = static_cast<uint32_t>(number % kStep);
+    if (place == 0 && i + kStep <= count) {
+      Words random = start + places * kGolden, bits{};
+      mix(random, high);
+      __builtin_memcpy(&bits, from + i, sizeof(bits));
+      round_by(bits, random & 0xffff);
+      const Halves lower = __builtin_convertvector(bits, Halves);
+      __builtin_memcpy(to + i, &lower, sizeof(lower));
+      __builtin_memcpy(&bits, from + i + kHalf, sizeof(bits));
+      round_by(bits, random >> 16);
+      const Halves upper = __builtin_convertvector(bits, Halves);
+      __builtin_memcpy(to + i + kHalf, &upper, sizeof(upper));
+      i += kStep;
+      continue;
+    }
+    uint32_t random = start + place % static_cast<uint32_t>(kHalf) * kGolden;
+    mix(random, high);
+    auto bits = std::bit_cast<uint32_t>(from[i]);
+    round_by(bits, place < kHalf ? random & 0xffff : random >> 16);
+    to[i++] = static_cast<uint16_t>(bits);
+  }
 }
 
 // What every processor of the build's kind has, and with AVX2, which multiplies eight at a time.
