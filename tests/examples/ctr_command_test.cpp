@@ -362,7 +362,7 @@ TEST_F(CtrCommandTest, BadInputIsRefusedByName) {
   expect_refused(train("--mode sync"), "PADDLE_TRAINING_ROLE");
   expect_refused(train("--mode fast"), "--mode");
   expect_refused(train("--wire-dtype float16"),
-                 "--wire-dtype: expected float32 or bfloat16, got float16");
+                 "--wire-dtype float16: expected float32 or bfloat16");
   expect_refused(bin("ctr") + " train --batch 99999999999", "expected 1 to 1048576");
   expect_refused(train("--mode half-async --max-staleness 2"),
                  "--max-staleness 2: expected with --mode async alone");
