@@ -205,8 +205,8 @@ struct RowTable::Rows {
     for (size_t begin = 0; begin < ids.size(); begin += own.size()) {
       const auto some = ids.subspan(begin, std::min(own.size(), ids.size() - begin));
       size_t count = 0;
-      for (uint32_t i = 0; i < some.size();
-           ++i) {  // Without a branch: nobody foresees whose it is.
+      // Without a branch: nobody foresees whose an id is.
+      for (uint32_t i = 0; i < some.size(); ++i) {
         own[count] = i;
         count += number_of(splitmix64_finalizer(some[i])) == number ? 1 : 0;
       }
