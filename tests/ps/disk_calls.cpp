@@ -9,6 +9,8 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 namespace cohort::ps::disk_calls {
@@ -24,7 +26,8 @@ struct Note {
 
 // Shared with forked children.
 struct Notes {
-  std::array<std::atomic<int>, 3> next_error{};
+  std::array<std::atomic<int>, 5> next_error{};
+  std::atomic<long> file_system{0};
   std::atomic<int> instead_us{-1};  // What a sync takes instead of reaching the disk; -1: it does.
   std::atomic<uint64_t> count{0};
   std::array<Note, size_t{1} << 16> ring{};
@@ -103,6 +106,10 @@ ReplacedSyncs::~ReplacedSyncs() {
   notes().instead_us = -1;
 }
 
+void set_file_system(long type) {
+  notes().file_system = type;
+}
+
 void forget() {
   notes().count = 0;
 }
@@ -127,6 +134,12 @@ int pass_on(Call call, long number, int descriptor) {
   return 0;
 }
 
+bool is_large(const iovec* pieces, int count) {
+  size_t bytes = 0;
+  for (int i = 0; i < count; ++i) bytes += pieces[i].iov_len;
+  return bytes >= size_t{64} << 10;
+}
+
 }  // namespace
 
 }  // namespace cohort::ps::disk_calls
@@ -148,4 +161,31 @@ extern "C" int posix_fadvise(int file, off_t begin, off_t bytes, int advice) noe
   if (advice == POSIX_FADV_DONTNEED && ::fstat(file, &status) == 0)
     cohort::ps::disk_calls::note(DiskCall::kDropPages, status);
   return ::syscall(SYS_fadvise64, file, begin, bytes, advice) == 0 ? 0 : errno;
+}
+
+extern "C" ssize_t writev(int file, const iovec* pieces, int count) {
+  if (cohort::ps::disk_calls::is_large(pieces, count)) {
+    if (const int error = cohort::ps::disk_calls::planned_error(DiskCall::kWriteLarge)) {
+      errno = error;
+      return -1;
+    }
+  }
+  return ::syscall(SYS_writev, file, pieces, count);
+}
+
+extern "C" int fallocate(int file, int mode, off_t begin, off_t bytes) {
+  if (const int error = cohort::ps::disk_calls::planned_error(DiskCall::kReserve)) {
+    errno = error;
+    return -1;
+  }
+  struct stat status {};
+  if (::fstat(file, &status) == 0) cohort::ps::disk_calls::note(DiskCall::kReserve, status);
+  return static_cast<int>(::syscall(SYS_fallocate, file, mode, begin, bytes));
+}
+
+extern "C" int fstatfs(int file, struct statfs* status) noexcept {
+  if (::syscall(SYS_fstatfs, file, status) != 0) return -1;
+  const long said = cohort::ps::disk_calls::notes().file_system;
+  if (said != 0) status->f_type = said;
+  return 0;
 }

@@ -7,7 +7,8 @@
 
 namespace cohort::ps::disk_calls {
 
-enum class Call { kFdatasync, kFsync, kDropPages };
+/// kWriteLarge: of writev(2), 64 KiB or more.
+enum class Call { kFdatasync, kFsync, kDropPages, kWriteLarge, kReserve };
 
 /// The next one fails with this number of errno; not kDropPages.
 void fail_next(Call call, int error);
@@ -26,5 +27,7 @@ class ReplacedSyncs {
 };
 /// Forgets all that was counted.
 void forget();
+/// The file system that every file is said to lie on, a number of linux/magic.h; 0: its own.
+void set_file_system(long type);
 
 }  // namespace cohort::ps::disk_calls

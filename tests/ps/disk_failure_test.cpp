@@ -1,24 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a server makes of a disk that fails, and what it has given to the disk before it relies on
 // it.
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstddef>
+#include <fcntl.h>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <future>
 #include <gtest/gtest.h>
+#include <linux/magic.h>
 #include <memory>
 #include <span>
 #include <string>
+#include <sys/stat.h>
 #include <thread>
 #include <vector>
 
+#include "cohort/base/fd.h"
 #include "cohort/ps/server/update_log.h"
 #include "cohort/ps/server/write_behind.h"
 
 #include "tests/ps/cluster.h"
 #include "tests/ps/disk_calls.h"
+#include "tests/ps/file_size_limit.h"
 #include "tests/ps/scratch_folder.h"
 #include "tests/support/message_of.h"
 
@@ -199,6 +206,188 @@ TEST_F(DiskFailureTest, ALogWhoseBytesDidNotReachTheDiskTakesNoMore) {
   EXPECT_NE(text.find("cannot sync: Input/output error"), std::string::npos) << text;
   EXPECT_EQ(message_of<c10::Error>([&] { append(log); }), text);
   EXPECT_EQ(message_of<c10::Error>([&] { log.sync(); }), text);
+}
+
+// A log whose records are large enough to be written beside the caller.
+class BesideTest : public DiskFailureTest {
+ protected:
+  BesideTest() { disk_calls::set_file_system(EXT4_SUPER_MAGIC); }
+  ~BesideTest() override { disk_calls::set_file_system(0); }
+
+  static std::shared_ptr<const Buffer> message_filled(std::byte value) {
+    Buffer buffer(kBytes);
+    std::fill(buffer.span().begin(), buffer.span().end(), value);
+    return std::make_shared<const Buffer>(std::move(buffer));
+  }
+  // The value is that of the record's number.
+  static uint64_t begin(UpdateLog& log) {
+    const auto message = message_filled(static_cast<std::byte>(log.next_number()));
+    return log.begin_append({.time = 5, .payload = message->span(), .message = message});
+  }
+  static void append_large(UpdateLog& log) {
+    begin(log);
+    log.finish_append();
+  }
+  std::unique_ptr<UpdateLog> open(const std::function<void(const Record&)>& visit = {}) const {
+    return std::make_unique<UpdateLog>(
+        folder_.path("log"), 1, visit ? visit : [](const Record&) {});
+  }
+  std::string segment() const {
+    return fs::directory_iterator(folder_.path("log"))->path().string();
+  }
+  int64_t length() const { return static_cast<int64_t>(fs::file_size(segment())); }
+  static int64_t bytes_on_disk(const std::string& path) {
+    struct stat status {};
+    return ::stat(path.c_str(), &status) == 0 ? int64_t{512} * status.st_blocks : -1;
+  }
+  // How many records the log has; each must be whole.
+  uint64_t records() const {
+    uint64_t count = 0;
+    open([&](const Record& record) {
+      EXPECT_EQ(record.number, ++count);
+      EXPECT_EQ(record.payload.size(), kBytes);
+      const auto value = static_cast<std::byte>(record.number);
+      EXPECT_EQ(std::count(record.payload.begin(), record.payload.end(), value),
+                static_cast<std::ptrdiff_t>(kBytes));
+    });
+    return count;
+  }
+
+  static constexpr size_t kBytes = size_t{1} << 20;
+  static constexpr int64_t kRecordBytes = 40 + kBytes;
+};
+
+TEST_F(BesideTest, ALargeRecordIsWrittenWithoutItsCallerWhereSpaceIsReserved) {
+  const auto log = open();
+  begin(*log);
+  EXPECT_EQ(length(), kRecordBytes) << "nothing was reserved for the first";
+  log->finish_append();
+  EXPECT_EQ(begin(*log), 2U);
+  ASSERT_TRUE(comes_true([&] { return length() == 2 * kRecordBytes; }));
+  log->finish_append();
+  EXPECT_EQ(log->next_number(), 3U);
+  for (int i = 2; i < 100; ++i) append_large(*log);
+  append(*log, kBytes - 1);  // It has no message.
+  EXPECT_EQ(length(), 101 * kRecordBytes);
+  EXPECT_EQ(disk_calls::count(Call::kReserve, segment()), 4) << "at 1, 34, 67 and 100 MiB";
+}
+
+TEST_F(BesideTest, WhatWasWrittenBesideIsReadAsItWas) {
+  {
+    const auto log = open();
+    for (int i = 0; i < 150; ++i) append_large(*log);
+  }
+  EXPECT_EQ(records(), 150U);
+}
+
+// Neither its length nor, in the end, its space.
+TEST_F(BesideTest, ReservedSpaceIsNoneOfTheFiles) {
+  const int64_t small = 2 * kRecordBytes + (int64_t{1} << 20);
+  {
+    const auto log = open();
+    append_large(*log);
+    append_large(*log);
+    const std::string first = segment();
+    EXPECT_GT(bytes_on_disk(first), UpdateLog::kReservedBytes / 2);
+    EXPECT_EQ(length(), 2 * kRecordBytes);
+    log->begin_segment();
+    EXPECT_LT(bytes_on_disk(first), small);
+    log->remove_before(3);
+    append_large(*log);
+    EXPECT_GT(bytes_on_disk(segment()), UpdateLog::kReservedBytes / 2);
+  }
+  EXPECT_LT(bytes_on_disk(segment()), small);
+}
+
+TEST_F(BesideTest, SpaceThatAKilledServerHadReservedIsGivenBack) {
+  append_large(*open());
+  {
+    const Fd file(::open(segment().c_str(), O_WRONLY | O_CLOEXEC));
+    ASSERT_EQ(::fallocate(file.get(), FALLOC_FL_KEEP_SIZE, 0, UpdateLog::kReservedBytes), 0);
+  }
+  ASSERT_GT(bytes_on_disk(segment()), UpdateLog::kReservedBytes / 2);
+  const auto log = open();
+  EXPECT_LT(bytes_on_disk(segment()), 2 << 20);
+}
+
+// Then a record is written before anything is applied: as on a full disk.
+TEST_F(BesideTest, WhereNoSpaceCanBeReservedARecordIsThereWhenItHasBegun) {
+  const auto expect_at_once = [&](UpdateLog& log) {
+    const int64_t before = length();
+    begin(log);
+    EXPECT_EQ(length(), before + kRecordBytes);
+    log.finish_append();
+  };
+  for (const int error : {ENOSPC, EDQUOT, EOPNOTSUPP}) {
+    fs::remove_all(folder_.path("log"));
+    const auto log = open();
+    disk_calls::fail_next(Call::kReserve, error);
+    for (int i = 0; i < 20; ++i) expect_at_once(*log);
+    EXPECT_EQ(disk_calls::count(Call::kReserve, segment()), 0) << "it is not tried each time";
+    EXPECT_LT(bytes_on_disk(segment()), 21 * kRecordBytes);
+  }
+  fs::remove_all(folder_.path("log"));
+  disk_calls::set_file_system(NFS_SUPER_MAGIC);
+  const auto log = open();
+  for (int i = 0; i < 3; ++i) expect_at_once(*log);
+}
+
+TEST_F(BesideTest, AFileThatMayNotGrowIsNotedBeforeTheRecordIsApplied) {
+  const auto log = open();
+  append_large(*log);
+  append_large(*log);
+  {
+    const FileSizeLimit full(3 * kRecordBytes - 1);
+    EXPECT_EQ(message_of<c10::Error>([&] { begin(*log); }),
+              segment() + ": cannot write: File too large");
+    EXPECT_EQ(length(), 2 * kRecordBytes);
+    EXPECT_FALSE(log->is_broken());
+  }
+  append_large(*log);
+  append_large(*log);
+  EXPECT_EQ(log->next_number(), 5U);
+}
+
+TEST_F(BesideTest, ALogThatCouldNotBeWrittenBesideTakesNoMore) {
+  {
+    const auto log = open();
+    append_large(*log);
+    append_large(*log);
+    disk_calls::fail_next(Call::kWriteLarge, EIO);
+    begin(*log);
+    const std::string text = message_of<c10::Error>([&] { log->finish_append(); });
+    EXPECT_EQ(text, segment() +
+                        ": cannot write to reserved space: Input/output error: look after the "
+                        "disk, then start the server again");
+    EXPECT_TRUE(log->is_broken());
+    EXPECT_EQ(message_of<c10::Error>([&] { begin(*log); }), text);
+    EXPECT_EQ(message_of<c10::Error>([&] { log->sync(); }), text);
+  }
+  EXPECT_EQ(records(), 2U);
+}
+
+// It is applied by then; nobody sees that.
+TEST_F(BesideTest, AServerThatCannotWriteAPushThatItAppliedEndsByName) {
+  Cluster cluster(1);
+  RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
+  std::vector<uint64_t> ids(10'000);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = i;
+  for (const uint64_t number : {1, 2})
+    ASSERT_EQ(cluster.ask(0, trainer.push(number, ids)).code, Code::kOk);
+  EXPECT_EQ(trainer.weight(7), 2.0f);
+  disk_calls::fail_next(Call::kWriteLarge, EIO);
+  auto pushed = cluster.send(0, trainer.push(3, ids));
+  auto pulled = cluster.send(0, trainer.pull({7}));
+  EXPECT_EQ(pushed.get().code, Code::kLost);
+  EXPECT_EQ(pulled.get().code, Code::kLost);
+  const std::string text = error_at_the_end_of(*cluster.slot(0).get());
+  EXPECT_NE(text.find("cannot write to reserved space: Input/output error"), std::string::npos)
+      << text;
+  cluster.restart(0);
+  trainer.header.server_incarnation = 2;
+  EXPECT_EQ(trainer.weight(7), 2.0f);
+  EXPECT_EQ(cluster.ask(0, trainer.push(3, ids)).code, Code::kOk);
+  EXPECT_EQ(trainer.weight(7), 3.0f);
 }
 
 // After the end of such a server: in memory there may be what the disk has not got.

@@ -140,7 +140,8 @@ void serve(const ServerOptions& options, const std::string& log_file, uint64_t s
   std::deque<std::future<Reply>> in_flight;
   for (uint64_t sequence = joined.last_sequence + 1;; ++sequence) {
     std::vector<uint64_t> ids{0};
-    for (uint64_t more = random() % (random() % 16 == 0 ? 2000 : 20); more > 0; --more)
+    const uint64_t size = random() % 64;  // The largest are written beside applying them.
+    for (uint64_t more = random() % (size == 0 ? 10'000 : size < 4 ? 2000 : 20); more > 0; --more)
       ids.push_back(1 + ids.size());
     ++shared.sent;
     in_flight.push_back(send(server, message(job, joined, MessageKind::kPush, sequence, ids)));
@@ -238,8 +239,8 @@ class PowerCutTest : public testing::Test {
         << "no round damaged anything: the test tests nothing";
   }
 
-  const ScratchFolder folder_;
   const disk_calls::ReplacedSyncs syncs_{2'000};
+  const ScratchFolder folder_;
   Shared& shared_;
   pid_t process_ = -1;
 };

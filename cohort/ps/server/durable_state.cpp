@@ -319,8 +319,9 @@ void DurableState::change(RecordKind kind, std::span<const std::byte> payload,
     record.number = append(record);
   }
   kill_point("after the log");
-  is_broken_ = true;  // Unless it is applied.
+  is_broken_ = true;  // Unless it is applied, and written.
   state_.apply(record);
+  if (update_log_) update_log_->finish_append();
   is_broken_ = false;
   last_number_ = record.number;
   kill_point("after applying");
@@ -328,8 +329,7 @@ void DurableState::change(RecordKind kind, std::span<const std::byte> payload,
 
 uint64_t DurableState::append(const Record& record) {
   try {
-    const uint64_t number =
-        update_log_->append(record.kind, record.time, record.payload, record.checksum);
+    const uint64_t number = update_log_->begin_append(record);
     log_failure_.clear();
     return number;
   } catch (const std::exception& error) {

@@ -38,8 +38,9 @@ class DurableState {
   /// Of the server: greater with every start in this folder.
   uint64_t incarnation() const { return incarnation_; }
 
-  /// Logs a record and applies it. `message`: a push's, which was checked and is the payload.
-  /// Errors: c10::Error if it cannot be logged: nothing has changed.
+  /// Logs a record and applies it, a large push while its record is written. `message`: a push's,
+  /// which was checked and is the payload.
+  /// Errors: c10::Error if it cannot be logged: nothing has changed, unless is_broken().
   void change(RecordKind kind, std::span<const std::byte> payload,
               std::shared_ptr<const Buffer> message = nullptr);
   /// Begins `job`: with the checkpoint that the options name, or from nothing.
@@ -75,8 +76,8 @@ class DurableState {
   uint64_t saved_bytes() const { return saving_ ? saving_->written_bytes() : 0; }
   /// Why the last record could not be logged; "" if it could.
   const std::string& log_failure() const { return log_failure_; }
-  /// Whether the server must end: a record was logged but not applied, so that the state in memory
-  /// is invalid, or the disk failed to write the log.
+  /// Whether the server must end: a record was logged or applied but not both, so that the state in
+  /// memory is invalid, or the disk failed to write the log.
   bool is_broken() const { return is_broken_ || (update_log_ && update_log_->is_broken()); }
 
  private:

@@ -9,9 +9,12 @@
 #include <cstring>
 #include <fcntl.h>
 #include <filesystem>
+#include <linux/magic.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 #include <utility>
 #include <vector>
@@ -97,6 +100,14 @@ int write_record(int file, const Record& record, uint64_t synced) {
     }
   }
   return 0;
+}
+
+// Whether a write to space that was reserved in this file cannot fail for want of space. Others, for
+// example ZFS, whose fallocate only looks whether there is space, do not promise that.
+bool keeps_reserved_space(int file) {
+  struct statfs status {};
+  if (::fstatfs(file, &status) != 0) return false;
+  return status.f_type == EXT4_SUPER_MAGIC || status.f_type == XFS_SUPER_MAGIC;
 }
 
 // A file in memory, read only.
@@ -242,7 +253,8 @@ UpdateLog::UpdateLog(const std::string& folder, uint64_t from,
                      std::function<void()> synced)
     : folder_(folder),
       write_behind_(WriteBehind::kWindowBytes, std::move(synced)),
-      next_number_(from) {
+      next_number_(from),
+      writer_("ps-log-write", [this] { write_beside(); }) {
   make_folder(folder);
   const auto segments = segments_from(folder, from);
   for (size_t i = 0; i < segments.size(); ++i) {
@@ -296,6 +308,12 @@ UpdateLog::UpdateLog(const std::string& folder, uint64_t from,
     }
   }
   if (!file_) open_segment();
+  can_reserve_ = keeps_reserved_space(file_.get());
+}
+
+UpdateLog::~UpdateLog() {
+  if (beside_) writer_.finish();
+  give_back();
 }
 
 void UpdateLog::open_segment() {
@@ -318,7 +336,7 @@ void UpdateLog::open_segment() {
   }
   path_ = std::move(path);
   file_ = std::move(file);
-  segment_bytes_ = 0;
+  segment_bytes_ = reserved_ = reserve_from_ = 0;
 }
 
 void UpdateLog::break_off(const std::string& path, int error) {
@@ -333,25 +351,88 @@ void UpdateLog::check_disk() {
 }
 
 bool UpdateLog::cut_off() {
+  reserved_ = 0;  // What was lies behind the file's end.
   return ::ftruncate(file_.get(), segment_bytes_) == 0 &&
          ::lseek(file_.get(), segment_bytes_, SEEK_SET) == segment_bytes_;
 }
 
 uint64_t UpdateLog::append(RecordKind kind, uint32_t time, std::span<const std::byte> payload,
                            std::optional<uint32_t> checksum) {
-  TORCH_CHECK_VALUE(payload.size() < (size_t{1} << 31), "log: a record of ", payload.size(),
-                    " bytes; expected less than 2 GiB");
+  return begin_append({.kind = kind, .time = time, .payload = payload, .checksum = checksum});
+}
+
+uint64_t UpdateLog::begin_append(Record record) {
+  TORCH_CHECK_VALUE(record.payload.size() < (size_t{1} << 31), "log: a record of ",
+                    record.payload.size(), " bytes; expected less than 2 GiB");
   check_disk();
-  const Record record{
-      .number = next_number_, .kind = kind, .time = time, .payload = payload, .checksum = checksum};
+  record.number = next_number_;
+  const int64_t bytes = bytes_of(record);
+  const bool may_wait = record.message && bytes >= kLeastBeside;
+  if (may_wait && !is_torn_ && is_reserved(bytes)) {
+    beside_ = Beside{std::move(record), synced()};
+    writer_.begin();
+    return next_number_;
+  }
   // Nothing may follow half a record.
   const int error = is_torn_ && !cut_off() ? EIO : write_record(file_.get(), record, synced());
   is_torn_ = error != 0 && !cut_off();
   if (error != 0) throw_without_stack(path_ + ": cannot write: " + system_reason(error));
+  note_appended(record);
+  if (may_wait) reserve(segment_bytes_, bytes);
+  return record.number;
+}
+
+void UpdateLog::finish_append() {
+  if (!beside_) return;
+  writer_.finish();
+  const Beside done = *std::exchange(beside_, std::nullopt);
+  if (done.error != 0) {
+    broken_ = path_ + ": cannot write to reserved space: " + system_reason(done.error) +
+              ": look after the disk, then start the server again";
+    throw_without_stack(broken_);
+  }
+  note_appended(done.record);
+}
+
+void UpdateLog::write_beside() {
+  const int64_t bytes = bytes_of(beside_->record);
+  beside_->error = write_record(file_.get(), beside_->record, beside_->synced);
+  if (beside_->error == 0) reserve(segment_bytes_ + bytes, bytes);
+}
+
+void UpdateLog::note_appended(const Record& record) {
   segment_bytes_ += bytes_of(record);
   total_bytes_ += bytes_of(record);
   write_behind_.grown_to(segment_bytes_, record.number);
-  return next_number_++;
+  next_number_ = record.number + 1;
+}
+
+// The limit of a process is not looked at when space is reserved, and may change.
+bool UpdateLog::is_reserved(int64_t bytes) const {
+  rlimit limit{};
+  return segment_bytes_ + bytes <= reserved_ && ::getrlimit(RLIMIT_FSIZE, &limit) == 0 &&
+         limit.rlim_cur >= static_cast<rlim_t>(segment_bytes_ + bytes);
+}
+
+// Early enough for the next record, which is like this one of `bytes` before `end`. On a disk that
+// is nearly full records are written as long as there is space for them, before they are applied.
+void UpdateLog::reserve(int64_t end, int64_t bytes) {
+  const int64_t ahead = std::max(kReservedBytes, 2 * bytes);
+  if (!can_reserve_ || end < reserve_from_ || reserved_ - end >= ahead / 2) return;
+  const int64_t begin = std::max(reserved_, end);
+  if (::fallocate(file_.get(), FALLOC_FL_KEEP_SIZE, begin, end + ahead - begin) == 0) {
+    reserved_ = end + ahead;
+  } else {
+    reserve_from_ = end + ahead;
+    (void)!::ftruncate(file_.get(), end);  // It may have taken what there was.
+    reserved_ = 0;
+  }
+}
+
+// An error leaves it to the next start, or to the segment's end.
+void UpdateLog::give_back() {
+  if (reserved_ > segment_bytes_) (void)!::ftruncate(file_.get(), segment_bytes_);
+  reserved_ = 0;
 }
 
 void UpdateLog::sync() {
@@ -363,6 +444,7 @@ void UpdateLog::sync() {
 void UpdateLog::begin_segment() {
   check_disk();
   if (segment_bytes_ == 0) return;
+  give_back();
   sync();
   open_segment();
 }

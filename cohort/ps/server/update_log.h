@@ -12,6 +12,11 @@
 // After a power cut, pages that were not synced may be missing, or be there without those before
 // them. Then the log is cut off where damage begins, unless a later record says that a sync had
 // covered the damaged part.
+//
+// Large records are written on another thread while the caller applies them. A full disk must be
+// known before that: such a record goes only to space that was reserved for it behind the end of
+// the file (its length does not count that space). A log gives back what it has reserved when it
+// begins another segment and when it ends, and after a kill when it is opened again.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -23,6 +28,7 @@
 #include <string>
 
 #include "cohort/base/fd.h"
+#include "cohort/ps/server/side_task.h"
 #include "cohort/ps/server/write_behind.h"
 #include "cohort/ps/wire/message.h"
 
@@ -63,6 +69,7 @@ class UpdateLog {
   UpdateLog(const std::string& folder, uint64_t from,
             const std::function<void(const Record&)>& visit,
             PowerCut power_cut = PowerCut::kImpossible, std::function<void()> synced = {});
+  ~UpdateLog();
 
   /// What was cut off as the trace of a power cut: file, offset and damage; "" if nothing was.
   const std::string& cut_off_text() const { return cut_off_text_; }
@@ -74,6 +81,15 @@ class UpdateLog {
   ///          is broken it is then as before, and the next record may be tried.
   uint64_t append(RecordKind kind, uint32_t time, std::span<const std::byte> payload,
                   std::optional<uint32_t> checksum = std::nullopt);
+  /// As append; but a record of kLeastBeside bytes or more that has a `message` may be written
+  /// beside the caller, until finish_append(), where there is reserved space for it. Nothing else is
+  /// called before that.
+  /// `record`: its number is ignored.
+  /// Errors:  as append. A full disk is known here.
+  uint64_t begin_append(Record record);
+  /// Waits until the record is written. Nothing may be shown before that of what it changed.
+  /// Errors: c10::Error that names the file and the system's reason; the log is broken then.
+  void finish_append();
   /// Waits until the disk has all records: they survive the loss of power.
   /// Errors: c10::Error that names the file and the system's reason; the log is broken then.
   void sync();
@@ -81,9 +97,9 @@ class UpdateLog {
   void sync_soon() { write_behind_.sync_soon(); }
   /// The last record that a sync has covered since the start; 0: none.
   uint64_t synced() const { return std::max(synced_, write_behind_.synced()); }
-  /// Whether the disk has refused what was handed to the system before. Which records it has is not
-  /// known then, and a later sync would not tell: append, sync and begin_segment throw from then
-  /// on.
+  /// Whether a record could not be written to reserved space, or the disk has refused what was
+  /// handed to the system before. Which records it has is not known then, and a later sync would not
+  /// tell: append, sync and begin_segment throw from then on.
   bool is_broken() const { return !broken_.empty(); }
   /// Looks whether it has.
   /// Errors: as sync.
@@ -95,12 +111,21 @@ class UpdateLog {
   /// Removes the segments that hold only records before `number`.
   void remove_before(uint64_t number);
 
+  static constexpr int64_t kLeastBeside = int64_t{64} << 10;  ///< Below it handing over costs more.
+  /// Reserved at a time, or twice the bytes of a larger record.
+  static constexpr int64_t kReservedBytes = int64_t{64} << 20;
+
   uint64_t next_number() const { return next_number_; }
   int64_t bytes() const { return total_bytes_; }  ///< Of the records visited and appended.
 
  private:
   void open_segment();
   bool cut_off();
+  void note_appended(const Record& record);
+  bool is_reserved(int64_t bytes) const;
+  void reserve(int64_t end, int64_t bytes);
+  void give_back();
+  void write_beside();
   [[noreturn]] void break_off(const std::string& path, int error);
 
   std::string folder_;
@@ -114,6 +139,19 @@ class UpdateLog {
   int64_t total_bytes_ = 0;
   bool is_torn_ = false;  // Half a record lies behind the last one.
   std::string broken_;    // Why; "" if it is not.
+
+  // A record between begin_append and finish_append. While there is one it and the three below are
+  // the other thread's.
+  struct Beside {
+    Record record;
+    uint64_t synced = 0;
+    int error = 0;
+  };
+  std::optional<Beside> beside_;
+  bool can_reserve_ = false;
+  int64_t reserved_ = 0;      // The file's bytes before this one have their place on the disk.
+  int64_t reserve_from_ = 0;  // No try before the file has this length: the last one failed.
+  SideTask writer_;           // The last: it ends before what it uses.
 };
 
 /// Writes `records` to a file of the same form.
