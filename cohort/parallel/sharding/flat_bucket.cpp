@@ -188,17 +188,26 @@ at::Tensor FlatBucket::on_device(const at::Tensor& shard) const {
   return shard.to(full_.device(), shard.scalar_type(), /*non_blocking=*/true);
 }
 
-// In the type of computing, where the other ranks of the host can read it.
+// For what comes and goes within a step, where the other ranks of `group`'s host can read it. Under
+// kOptimizer a sum's becomes the gradients': kept, it would be there beside all activations.
+at::Tensor FlatBucket::buffer(const comm::ProcessGroup& group, int64_t numel,
+                              at::ScalarType type) const {
+  const at::TensorOptions options = full_.options().dtype(type);
+  return options_.shard == Shard::kOptimizer ? comm::empty_shared(group, numel, options)
+                                             : place_.pool->empty(group, numel, options);
+}
+
+// In the type of computing.
 at::Tensor FlatBucket::shard_to_send() const {
   const at::Tensor shard = on_device(shard_);
   if (shard.scalar_type() == full_.scalar_type()) return shard;
-  return comm::empty_shared(group_, shard.numel(), full_.options()).copy_(shard);
+  return buffer(group_, shard.numel(), full_.scalar_type()).copy_(shard);
 }
 
 void FlatBucket::begin_gather() {
   if (content_ != Content::kStale) return;
   // Of its own memory: nobody sees it before all of it is there.
-  start_gather(sharded() ? comm::empty_shared(group_, full_.numel(), full_.options()) : full_);
+  start_gather(sharded() ? buffer(group_, full_.numel(), full_.scalar_type()) : full_);
 }
 
 void FlatBucket::start_gather(const at::Tensor& arriving) {
@@ -293,7 +302,7 @@ void FlatBucket::reshard() {
   const at::NoGradGuard no_grad;
   finish_gather();
   const int64_t part = layout_.padded_numel() / place_.reshard_group.size();
-  at::Tensor kept = comm::empty_shared(place_.reshard_group, part, full_.options())
+  at::Tensor kept = buffer(place_.reshard_group, part, full_.scalar_type())
                         .copy_(full_.narrow(0, place_.reshard_group.rank() * part, part));
   free();
   kept_ = std::move(kept);
@@ -366,10 +375,7 @@ void FlatBucket::hold_gradients() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor gradient = dense_gradient(i);
     if (!gradient.defined()) continue;
-    if (!held_.defined())
-      held_ =
-          comm::empty_shared(group_, layout_.padded_numel(), full_.options().dtype(travel_type()))
-              .zero_();
+    if (!held_.defined()) held_ = buffer(group_, layout_.padded_numel(), travel_type()).zero_();
     view_of(held_, layout_.tensors()[i]).add_(gradient);
     had_.resize(parameters_.size());
     had_[i] = true;
@@ -387,8 +393,7 @@ at::Tensor FlatBucket::take_gradients(double factor) {
   }
   sent_.assign(parameters_.size(), false);
   const auto type = travel_type();
-  at::Tensor whole =
-      comm::empty_shared(group_, layout_.padded_numel(), full_.options().dtype(type));
+  at::Tensor whole = buffer(group_, layout_.padded_numel(), type);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor place = view_of(whole, layout_.tensors()[i]);
     const at::Tensor gradient = dense_gradient(i);
@@ -415,12 +420,15 @@ void FlatBucket::begin_reduce(double factor) {
   const at::NoGradGuard no_grad;
   const at::Tensor whole = take_gradients(factor);
   // Where gradients are whole, this rank's shard of the sum is written in place. Elsewhere the rest
-  // is freed.
+  // is freed. The sum is the gradient, unless that has another type.
   at::Tensor part = own_part(whole);
   if (options_.shard != Shard::kOptimizer) {
-    part = options_.replicate_group
-               ? comm::empty_shared(options_.replicate_group, part.numel(), part.options())
-               : at::empty_like(part);
+    const comm::ProcessGroup& next = options_.replicate_group;
+    if (part.scalar_type() != shard_.scalar_type()) {
+      part = buffer(next ? next : group_, part.numel(), part.scalar_type());
+    } else {
+      part = next ? comm::empty_shared(next, part.numel(), part.options()) : at::empty_like(part);
+    }
   }
   comm::Work work = group_.reduce_scatter_async(part, whole, comm::ReduceOp::kSum, place_.name);
   reduction_.emplace(Reduction{whole, part, std::move(work)});

@@ -2,12 +2,14 @@
 // Parameters of one unit in one flat buffer, of which this rank holds a shard. For the sharding
 // engine alone.
 #pragma once
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "cohort/comm/process_group.h"
 #include "cohort/parallel/model_state.h"
+#include "cohort/parallel/sharding/buffer_pool.h"
 #include "cohort/parallel/sharding/flat_layout.h"
 #include "cohort/parallel/sharding/sharding_engine.h"
 
@@ -23,6 +25,8 @@ struct BucketPlace {
   /// Neighbours among which the whole is kept between forward and backward; empty: among all.
   /// Its size divides the group's.
   comm::ProcessGroup reshard_group;
+  /// What comes and goes within a step takes its memory from here; none under kOptimizer.
+  std::shared_ptr<BufferPool> pool;
 };
 
 /// From `gather` to `hide` or `free` the module's parameters are views of the flat buffer. Before
@@ -128,6 +132,7 @@ class FlatBucket {
   at::Tensor take_gradients(double factor);
   at::Tensor own_part(const at::Tensor& flat) const;
   at::Tensor on_device(const at::Tensor& shard) const;
+  at::Tensor buffer(const comm::ProcessGroup& group, int64_t numel, at::ScalarType type) const;
   at::Tensor shard_to_send() const;
   void begin_copy(const at::Tensor& reduced);
   void keep_gradients(const at::Tensor& part);

@@ -57,6 +57,7 @@ void ShardingEngine::Impl::cast_buffers() {
 
 void ShardingEngine::Impl::make_units(const std::vector<torch::nn::Module*>& modules) {
   reshard_group = make_reshard_group(group, options);
+  const auto pool = std::make_shared<BufferPool>();
   for (UnitParameters& each : divide_into_units(model, modules, ignored, options.forward_order)) {
     Unit unit{.name = "unit " + each.name, .buckets = {}, .place = {}};
     unit_of.emplace(each.module, units.size());
@@ -65,7 +66,8 @@ void ShardingEngine::Impl::make_units(const std::vector<torch::nn::Module*>& mod
         units.empty() ? "FullyShardedDataParallel.forward" : "forward " + unit.name;
     for (auto& parameters : each.buckets) {
       const BucketPlace place{.name = unit.name + ", " + parameters.front().name + " and on",
-                              .reshard_group = reshard_group};
+                              .reshard_group = reshard_group,
+                              .pool = pool};
       buckets.push_back(std::make_unique<Bucket>(Bucket{
           .flat = FlatBucket(std::move(parameters), group, options, place), .unit = units.size()}));
       unit.buckets.push_back(buckets.back().get());

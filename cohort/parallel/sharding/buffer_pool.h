@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory for tensors that come and go in every step.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "cohort/comm/process_group.h"
+
+namespace cohort::parallel {
+
+/// Keeps the memory of a tensor that has gone for the next ones: its pages are there. The C library
+/// gives blocks of this size back to the system, and every page of the next one is a fault.
+///
+/// Only for tensors on the CPU, of 2 MiB or more, not pinned, where the group's backend keeps no
+/// such memory itself (comm::empty_shared). Huge pages, where the system has them.
+/// Owner:   shared with its tensors; made by make_shared.
+/// Memory:  never more than its tensors have taken at a time so far. Goes back with the pool.
+/// Threads: any.
+class BufferPool : public std::enable_shared_from_this<BufferPool> {
+ public:
+  BufferPool() = default;
+  ~BufferPool();
+  BufferPool(const BufferPool&) = delete;
+  BufferPool& operator=(const BufferPool&) = delete;
+
+  /// Returns `numel` elements of undefined content, of one dimension, as comm::empty_shared(group,
+  /// numel, options) does. Local.
+  /// Errors: c10::OutOfMemoryError in one line if the system refuses so much memory.
+  at::Tensor empty(const comm::ProcessGroup& group, int64_t numel,
+                   const at::TensorOptions& options);
+
+ private:
+  std::byte* take(size_t bytes);
+  std::byte* take_free(size_t bytes);
+  void give_back(std::byte* begin, size_t bytes);
+  void shrink(size_t bytes);
+
+  std::mutex mutex_;
+  std::map<std::byte*, size_t> free_;  // bytes by address; no two touch
+  size_t free_bytes_ = 0;
+  size_t used_bytes_ = 0;
+  size_t most_bytes_ = 0;  // used at a time
+};
+
+}  // namespace cohort::parallel

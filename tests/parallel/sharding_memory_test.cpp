@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where the memory of gathered units and of gradients on their way comes from.
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <gtest/gtest.h>
+#include <malloc.h>
+#include <sys/resource.h>
+
+#include "cohort/parallel/sharding/buffer_pool.h"
+
+#include "tests/parallel/sharding_support.h"
+#include "tests/support/ranks.h"
+#include "tests/support/resident.h"
+
+namespace cohort::parallel {
+namespace sharding_memory_test {
+
+using test::sharding::FullyShardedDataParallel;
+using test::sharding::unit;
+
+constexpr int64_t kMiB = 1 << 20;
+
+int64_t page_faults() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  return usage.ru_minflt;
+}
+
+// Units of many small parameters, so that autograd's gradients are small blocks: `count` times 1 MiB.
+struct WideImpl : torch::nn::Module {
+  explicit WideImpl(int64_t count) {
+    for (int64_t i = 0; i < count; ++i)
+      layers.push_back(
+          register_module("layer" + std::to_string(i),
+                          torch::nn::Linear(torch::nn::LinearOptions(512, 512).bias(false))));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto& layer : layers) x = at::tanh(layer(x));
+    return x;
+  }
+  std::vector<torch::nn::Linear> layers;
+};
+TORCH_MODULE(Wide);
+
+struct TallImpl : torch::nn::Module {
+  TallImpl() {
+    const at::NoGradGuard no_grad;
+    for (const int64_t count : {9, 12, 9, 15})
+      blocks.push_back(register_module("block" + std::to_string(blocks.size()), Wide(count)));
+    double phase = 0;
+    for (at::Tensor& each : parameters())
+      each.copy_(
+          at::arange(each.numel(), at::kFloat).add(phase += 1).sin().view(each.sizes()).mul(0.05));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto& block : blocks) x = unit(block, x);
+    return x;
+  }
+  std::vector<torch::nn::Module*> units() {
+    std::vector<torch::nn::Module*> all;
+    for (auto& block : blocks) all.push_back(block.get());
+    return all;
+  }
+  std::vector<Wide> blocks;
+};
+TORCH_MODULE(Tall);
+
+// Page faults of the step after the first with the fewest.
+int64_t least_page_faults(const comm::ProcessGroup& group, const ShardingOptions& options) {
+  Tall model;
+  FullyShardedDataParallel<Tall> sharded(model, group, options, model->units());
+  optim::Adam adam(sharded.named_parameters());
+  std::vector<int64_t> faults;
+  for (int step = 0; step < 5; ++step) {
+    const int64_t before = page_faults();
+    sharded(at::arange(512.0, at::kFloat).add(step).cos().view({1, 512})).pow(2).sum().backward();
+    adam.step(1e-3);
+    adam.zero_grad();
+    faults.push_back(page_faults() - before);
+  }
+  return *std::ranges::min_element(faults.begin() + 1, faults.end());
+}
+
+// Blocks of 8 MiB or more are given back to the system at once, and shorter ones never, so that
+// only the former fault.
+void expect_few_page_faults(const ShardingOptions& options) {
+  test::ranks(2,
+              [&](const comm::ProcessGroup& group) {
+                ::mallopt(M_MMAP_THRESHOLD, 8 * kMiB);
+                ::mallopt(M_TRIM_THRESHOLD, 1024 * kMiB);
+                // The shortest unit has 2,304 pages.
+                EXPECT_LE(least_page_faults(group, options), 500);
+              },
+              {.backend = "gloo"});
+}
+
+TEST(ShardingMemoryTest, UnitsThatAreGatheredTwiceFindTheirPages) {
+  expect_few_page_faults({});
+}
+
+TEST(ShardingMemoryTest, UnitsThatAreGatheredOnceFindTheirPages) {
+  expect_few_page_faults({.reshard_after_forward = false});
+}
+
+TEST(ShardingMemoryTest, GradientsThatTravelInAnotherTypeFindTheirPages) {
+  expect_few_page_faults(
+      {.shard = Shard::kGradients, .mixed_precision = {.reduce_dtype = at::kDouble}});
+}
+
+at::Tensor bytes_of(BufferPool& pool, int64_t bytes) {
+  static const comm::ProcessGroup alone(comm::RankInfo{});
+  return pool.empty(alone, bytes, at::kByte).fill_(1);
+}
+
+TEST(BufferPoolTest, ALongTensorGetsTheMemoryOfAnEarlierOne) {
+  const auto pool = std::make_shared<BufferPool>();
+  const void* first = bytes_of(*pool, 8 * kMiB).const_data_ptr();
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(first) % (2 * kMiB), 0)
+      << "of huge pages, if there are any";
+  const at::Tensor part = bytes_of(*pool, 5 * kMiB), rest = bytes_of(*pool, 3 * kMiB);
+  EXPECT_EQ(part.const_data_ptr(), first);
+  EXPECT_EQ(rest.const_data_ptr(), static_cast<const std::byte*>(first) + 5 * kMiB);
+}
+
+TEST(BufferPoolTest, HoldsNoMoreThanItsTensorsTookAtATime) {
+  constexpr int64_t kOfOthers = kMiB;
+  bytes_of(*std::make_shared<BufferPool>(), 2 * kMiB);
+  const int64_t before = test::process_memory().mapped;
+  const auto held = [&] { return test::process_memory().mapped - before; };
+  auto pool = std::make_shared<BufferPool>();
+  std::deque<at::Tensor> live;
+  int64_t used = 0, most = 0;
+  for (int64_t i = 0; i < 200; ++i) {
+    const int64_t bytes = (2 + i * i % 13) * kMiB;
+    live.push_back(bytes_of(*pool, bytes));
+    used += bytes;
+    most = std::max(most, used);
+    ASSERT_LE(held(), most + kOfOthers) << "tensor " << i;
+    while (std::ssize(live) > i % 4) {
+      used -= live.front().numel();
+      live.pop_front();
+    }
+  }
+  const at::Tensor last = bytes_of(*pool, 3 * kMiB);
+  live.clear();
+  pool.reset();
+  EXPECT_TRUE(at::equal(last, at::ones_like(last))) << "a tensor may outlive all else";
+  EXPECT_GE(held(), 3 * kMiB);
+}
+
+TEST(BufferPoolTest, GoesWithItsLastTensor) {
+  const int64_t before = test::process_memory().mapped;
+  bytes_of(*std::make_shared<BufferPool>(), 64 * kMiB);
+  EXPECT_LE(test::process_memory().mapped - before, kMiB);
+}
+
+}  // namespace sharding_memory_test
+}  // namespace cohort::parallel
