@@ -55,6 +55,16 @@ struct ReduceFromGroup : torch::autograd::Function<ReduceFromGroup> {
   }
 };
 
+struct ReduceInPlace : torch::autograd::Function<ReduceInPlace> {
+  static at::Tensor forward(AutogradContext*, const at::Tensor& x,
+                            const comm::ProcessGroup& group) {
+    return group.all_reduce(alias_of(x));
+  }
+  static variable_list backward(AutogradContext*, const variable_list& grads) {
+    return {grads[0], at::Tensor()};
+  }
+};
+
 struct GatherFromGroup : torch::autograd::Function<GatherFromGroup> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, int64_t num_columns,
                             const comm::ProcessGroup& group) {
@@ -187,6 +197,11 @@ at::Tensor reduce_from_group(const at::Tensor& x, const comm::ProcessGroup& grou
   return ReduceFromGroup::apply(x, group);
 }
 
+at::Tensor reduce_from_group_(const at::Tensor& x, const comm::ProcessGroup& group, CallSite site) {
+  const CallSiteScope scope(site);
+  return ReduceInPlace::apply(x, group);
+}
+
 at::Tensor gather_from_group(const at::Tensor& x, int64_t num_columns,
                              const comm::ProcessGroup& group, CallSite site) {
   const CallSiteScope scope(site);
@@ -208,7 +223,7 @@ at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
                                const at::Tensor& bias, const comm::ProcessGroup& group,
                                CallSite site) {
   const CallSiteScope scope(site);
-  const at::Tensor sum = reduce_from_group(at::linear(x, weight), group);
+  const at::Tensor sum = reduce_from_group_(at::linear(x, weight), group);
   return bias.defined() ? sum + bias : sum;
 }
 
@@ -219,8 +234,8 @@ at::Tensor vocabulary_parallel_embedding(const at::Tensor& table, const at::Tens
   check_rows("vocabulary_parallel_embedding", table, vocabulary, group);
   const auto [begin, end] = own_cut(vocabulary, group);
   const at::Tensor is_mine = at::logical_and(ids >= begin, ids < end);
-  const at::Tensor rows = at::embedding(table, (ids - begin) * is_mine);
-  return reduce_from_group(rows.masked_fill(is_mine.logical_not().unsqueeze(-1), 0), group);
+  at::Tensor rows = at::embedding(table, (ids - begin) * is_mine);
+  return reduce_from_group_(rows.masked_fill_(is_mine.logical_not().unsqueeze(-1), 0), group);
 }
 
 VocabularyLoss vocabulary_parallel_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,

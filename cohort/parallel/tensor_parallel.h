@@ -37,6 +37,10 @@ at::Tensor copy_to_group(const at::Tensor& x, const comm::ProcessGroup& group,
 at::Tensor reduce_from_group(const at::Tensor& x, const comm::ProcessGroup& group,
                              CallSite site = CallSite::here());
 
+/// The same in place, of a result that nobody else reads, not even its own backward: a product's.
+at::Tensor reduce_from_group_(const at::Tensor& x, const comm::ProcessGroup& group,
+                              CallSite site = CallSite::here());
+
 /// The ranks' columns (last dimension) side by side, replicated: rank r's are cut_of(num_columns,
 /// r, K) of base/tensor_part.h. A rank's gradient is that of its own columns.
 at::Tensor gather_from_group(const at::Tensor& x, int64_t num_columns,

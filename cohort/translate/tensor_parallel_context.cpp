@@ -18,7 +18,7 @@ class GroupContext : public nmt::TensorParallelContext {
     return parallel::copy_to_group(x, group_);
   }
   at::Tensor reduce_from_region(const at::Tensor& x) const override {
-    return parallel::reduce_from_group(x, group_);
+    return parallel::reduce_from_group_(x, group_);
   }
   at::Tensor gather_from_region(const at::Tensor& columns, int64_t num_columns) const override {
     return parallel::gather_from_group(columns, num_columns, group_);

@@ -9,6 +9,7 @@
 #include <torch/utils.h>
 
 #include "cohort/base/tensor_part.h"
+#include "cohort/translate/tensor_memory.h"
 
 #include "tests/support/ranks.h"
 
@@ -155,6 +156,31 @@ TEST(TensorParallelTest, CrossEntropyHoldsGreatScores) {
         vocabulary_parallel_cross_entropy(hidden, rows_of(weight, group), labels, 0, 4, group);
     const double log_sum = std::log1p(std::exp(-1.0));
     EXPECT_NEAR(sums.nll.item<double>(), log_sum + log_sum + 1, 1e-12);
+  });
+}
+
+TEST(TensorParallelTest, SumsOfProductsAndRowsNeedNoCopy) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
+    constexpr int64_t kMiB = 1 << 20;
+    const at::Tensor x = at::ones({256, 512}), weight = leaf(at::ones({1024, 512}));
+    const at::Tensor ids = at::arange(256, at::kLong).remainder(8);
+    const auto product = [&] { row_parallel_linear(x, weight, {}, group); };
+    const auto rows = [&] {
+      vocabulary_parallel_embedding(leaf(at::ones({4, 1024})), ids, 8, group);
+    };
+    EXPECT_LE(translate::peak_tensor_bytes(product), kMiB + kMiB / 4) << "[256, 1024]";
+    EXPECT_LE(translate::peak_tensor_bytes(rows), kMiB + kMiB / 4) << "[256, 1024]";
+  });
+}
+
+TEST(TensorParallelTest, ASumInPlaceMayBeChangedInPlace) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
+    const at::Tensor x = leaf(at::ones({2, 3})), weight = leaf(at::ones({4, 3}));
+    at::Tensor y = row_parallel_linear(x, weight, {}, group);
+    EXPECT_TRUE(at::equal(y, at::full({2, 4}, 6.0)));
+    y.mul_(2).sum().backward();
+    EXPECT_TRUE(at::equal(x.grad(), at::full({2, 3}, 8.0)));
+    EXPECT_TRUE(at::equal(weight.grad(), at::full({4, 3}, 4.0)));
   });
 }
 
