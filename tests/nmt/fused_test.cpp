@@ -643,6 +643,26 @@ TEST(FusedTest, AttentionOfNoSentencesAndOfNoQueriesIsEmpty) {
   }
 }
 
+// A dimension of one element may have any stride.
+TEST(FusedTest, AttentionTakesSentencesOfOneTokenWhereverTheyLie) {
+  in_all_loops([](at::ScalarType type) {
+    const at::Tensor lengths = at::ones({5}, at::kLong);
+    const at::Tensor x = at::randn({5, 1, 3 * 32}).to(type), grad = at::randn({5, 1, 32}).to(type);
+    const auto run = [&](const at::Tensor& rows) {
+      const at::Tensor leaf = rows.detach().requires_grad_(true);
+      DropoutStream stream;
+      const at::Tensor y = self_attention(leaf, lengths, {.heads = 2, .dropout = 0.3}, stream);
+      y.backward(grad);
+      return std::pair{y.detach(), leaf.grad()};
+    };
+    const at::Tensor strided = x.as_strided(x.sizes(), {3 * 32, 7, 1});
+    ASSERT_TRUE(strided.is_contiguous());
+    const auto expected = run(x), got = run(strided);
+    EXPECT_TRUE(at::equal(got.first, expected.first));
+    EXPECT_TRUE(at::equal(got.second, expected.second));
+  });
+}
+
 SentenceRows packed_sentences(const std::vector<int64_t>& lengths) {
   SentenceRows rows{.lengths_B = at::tensor(lengths, at::kLong), .longest = 1};
   for (const int64_t length : lengths) rows.longest = std::max(rows.longest, length);

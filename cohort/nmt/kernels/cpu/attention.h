@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of one head of one sentence, forward and backward. Of loops.cpp alone, as arithmetic.h.
 //
-// Operands are widened to what sums run in, in scratch that fits the nearest caches, and products are those of float32 for bfloat16, too.
+// Products are those of float32 for bfloat16, too, whose operands are widened in scratch that fits the nearest caches. Operands that
+// are what sums run in, and whole registers wide, stay where they are. Rows of the next head are fetched while this one is computed.
 // VDPBF16PS was tried: where it has half the rate of a multiply-add (an Intel Xeon at 2.8 GHz) the whole took 1.1 to 1.4 times as long.
 // Source of a backward that keeps no weights: Dao et al. 2022, arXiv:2205.14135, appendix B.
 #pragma once
@@ -37,6 +38,13 @@ COHORT_INLINE inline void repeat(const Body& body) {
   }
 }
 
+template <class Element>
+struct Rows {
+  Element* at;
+  int64_t pitch;  // elements from one row to the next
+  Rows from(int64_t row) const { return {at + row * pitch, pitch}; }
+};
+
 // The left side of a product: its element (r, d) is at[r * row + d * depth].
 template <class Acc>
 struct Left {
@@ -44,10 +52,9 @@ struct Left {
   int64_t row, depth;
 };
 
-// Of a product: `depth` elements are summed over; the rows of the right side and of the result are `pitch`es apart.
+// Of a product: `depth` elements are summed over.
 struct ProductShape {
   int64_t rows, depth, columns;  // rows: 1 to kBlockRows; columns: a multiple of kScoresUnit
-  int64_t right_pitch, out_pitch;
 };
 
 template <int kRows, int kRegisters, class Acc>
@@ -75,25 +82,28 @@ inline void multiply_tile(const Left<Acc>& left, const Acc* right, int64_t right
 }
 
 template <int kRows, class Acc>
-void multiply_rows(const Left<Acc>& left, const Acc* right, const ProductShape& shape, bool add,
-                   Acc* out) {
+void multiply_rows(const Left<Acc>& left, const Rows<const Acc>& right, const ProductShape& shape,
+                   bool add, const Rows<Acc>& out) {
   int64_t c = 0;
   const auto tiles = [&]<int kRegisters>() {
     constexpr int64_t kColumns = kRegisters * Register<Acc>::kLanes;
     for (; c + kColumns <= shape.columns; c += kColumns) {
-      multiply_tile<kRows, kRegisters>(left, right + c, shape.right_pitch, shape.depth, add,
-                                       out + c, shape.out_pitch);
+      multiply_tile<kRows, kRegisters>(left, right.at + c, right.pitch, shape.depth, add,
+                                       out.at + c, out.pitch);
     }
   };
   tiles.template operator()<kBlockRegisters>();
-  if constexpr (kBlockRegisters > 2) tiles.template operator()<2>();
+  if constexpr (kBlockRegisters > 2) {
+    tiles.template operator()<3>();
+    tiles.template operator()<2>();
+  }
   tiles.template operator()<1>();
 }
 
 // out = (add ? out : 0) + left * right.
 template <class Acc>
-__attribute__((noinline)) void multiply(const Left<Acc>& left, const Acc* right,
-                                        const ProductShape& shape, bool add, Acc* out) {
+__attribute__((noinline)) void multiply(const Left<Acc>& left, const Rows<const Acc>& right,
+                                        const ProductShape& shape, bool add, const Rows<Acc>& out) {
   switch (shape.rows) {
     case 1:
       return multiply_rows<1>(left, right, shape, add, out);
@@ -110,24 +120,47 @@ __attribute__((noinline)) void multiply(const Left<Acc>& left, const Acc* right,
   }
 }
 
-// Rows of `width` elements and the zeros behind them.
+// Whether products take and leave rows of `width` elements where they are.
 template <class T>
-inline void widen_rows(const T* x, int64_t stride, int64_t rows, int64_t width, AccOf<T>* out,
-                       int64_t pitch) {
-  for (int64_t r = 0; r < rows; ++r) {
-    AccOf<T>* to = out + r * pitch;
-#pragma omp simd
-    for (int64_t i = 0; i < width; ++i) to[i] = Math<T>::load(x[r * stride + i]);
-    for (int64_t i = width; i < pitch; ++i) to[i] = 0;
+constexpr bool in_place(int64_t width) {
+  return sizeof(T) == sizeof(AccOf<T>) && width % kScoresUnit == 0;
+}
+
+// Rows as products take them: in place, or widened in `scratch`, with zeros behind.
+template <class T>
+inline Rows<const AccOf<T>> take_rows(const Rows<const T>& x, int64_t rows, int64_t width,
+                                      const Rows<AccOf<T>>& scratch) {
+  if constexpr (in_place<T>(kScoresUnit)) {
+    if (in_place<T>(width)) return x;
   }
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* from = x.from(r).at;
+    AccOf<T>* to = scratch.from(r).at;
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) to[i] = Math<T>::load(from[i]);
+    for (int64_t i = width; i < scratch.pitch; ++i) to[i] = 0;
+  }
+  return {scratch.at, scratch.pitch};
+}
+
+// Where products leave rows for `out`: there, or in `scratch`, from which store_rows rounds them.
+template <class T>
+inline Rows<AccOf<T>> place_for(const Rows<T>& out, int64_t width, const Rows<AccOf<T>>& scratch) {
+  if constexpr (in_place<T>(kScoresUnit)) {
+    if (in_place<T>(width)) return out;
+  }
+  return scratch;
 }
 
 template <class T>
-inline void store_rows(const AccOf<T>* x, int64_t pitch, int64_t rows, int64_t width, T* out,
-                       int64_t stride) {
+inline void store_rows(const Rows<AccOf<T>>& scratch, int64_t rows, int64_t width,
+                       const Rows<T>& out) {
+  if (in_place<T>(width)) return;
   for (int64_t r = 0; r < rows; ++r) {
+    const AccOf<T>* from = scratch.from(r).at;
+    T* to = out.from(r).at;
 #pragma omp simd
-    for (int64_t i = 0; i < width; ++i) out[r * stride + i] = Math<T>::store(x[r * pitch + i]);
+    for (int64_t i = 0; i < width; ++i) to[i] = Math<T>::store(from[i]);
   }
 }
 
@@ -168,17 +201,18 @@ inline void transpose_square(RegisterOf<Element>* square) {
   }
 }
 
-// out[c * out_pitch + r] = x[r * pitch + c], of whole squares.
+// out[c][r] = x[r][c]; `columns` are whole registers, and so are rows of `out`: zeros stand behind the last of x.
 template <class Element>
-__attribute__((noinline)) void transpose(const Element* x, int64_t pitch, int64_t rows,
-                                         int64_t columns, Element* out, int64_t out_pitch) {
+__attribute__((noinline)) void transpose(const Rows<const Element>& x, int64_t rows,
+                                         int64_t columns, const Rows<Element>& out) {
   constexpr int64_t kLanes = Register<Element>::kLanes;
-  for (int64_t r = 0; r < rows; r += kLanes) {
+  for (int64_t r = 0; r < out.pitch; r += kLanes) {
     for (int64_t c = 0; c < columns; c += kLanes) {
-      RegisterOf<Element> square[kLanes];
-      for (int64_t i = 0; i < kLanes; ++i) square[i] = anywhere(x + (r + i) * pitch + c);
+      RegisterOf<Element> square[kLanes] = {};
+      for (int64_t i = 0; i < kLanes && r + i < rows; ++i)
+        square[i] = anywhere(x.from(r + i).at + c);
       transpose_square<Element, kLanes>(square);
-      for (int64_t i = 0; i < kLanes; ++i) anywhere(out + (c + i) * out_pitch + r) = square[i];
+      for (int64_t i = 0; i < kLanes; ++i) anywhere(out.from(c + i).at + r) = square[i];
     }
   }
 }
@@ -186,33 +220,32 @@ __attribute__((noinline)) void transpose(const Element* x, int64_t pitch, int64_
 // The scratch of a head, laid out from `at` on. Null: for the size alone.
 template <class Acc>
 struct AttentionScratch {
-  AttentionScratch(Acc* at, int64_t num_keys, int64_t width)
-      : key_pitch(padded(num_keys)), width_pitch(padded(width)), at_(at) {
-    keys = take(key_pitch * width_pitch);
-    keys_transposed = take(key_pitch * width_pitch);
-    values = take(key_pitch * width_pitch);
-    mixed = take(kBlockRows * width_pitch);
-    random = reinterpret_cast<uint64_t*>(take(key_pitch));
-    queries = take(kChunkRows * width_pitch);
-    scores = take(kChunkRows * key_pitch);
-    values_transposed = take(key_pitch * width_pitch);
-    grads = take(kChunkRows * width_pitch);
-    weights = take(kChunkRows * key_pitch);
-    key_grads = take(key_pitch * width_pitch);
-    value_grads = take(key_pitch * width_pitch);
+  AttentionScratch(Acc* at, int64_t num_keys, int64_t width) : at_(at) {
+    const int64_t keys_padded = padded(num_keys), width_padded = padded(width);
+    keys = take(num_keys, width_padded);
+    keys_transposed = take(width_padded, keys_padded);
+    values = take(num_keys, width_padded);
+    mixed = take(kBlockRows, width_padded);
+    random = reinterpret_cast<uint64_t*>(take(1, keys_padded).at);
+    queries = take(kChunkRows, width_padded);
+    scores = take(kChunkRows, keys_padded);
+    values_transposed = take(width_padded, keys_padded);
+    grads = take(kChunkRows, width_padded);
+    weights = take(kChunkRows, keys_padded);
+    key_grads = take(num_keys, width_padded);
+    value_grads = take(num_keys, width_padded);
   }
   int64_t size() const { return taken_; }
 
-  int64_t key_pitch, width_pitch;
-  Acc *keys, *keys_transposed, *values, *mixed;
+  Rows<Acc> keys, keys_transposed, values, mixed;
   uint64_t* random;
-  Acc *queries, *scores, *values_transposed, *grads, *weights, *key_grads, *value_grads;
+  Rows<Acc> queries, scores, values_transposed, grads, weights, key_grads, value_grads;
 
  private:
-  Acc* take(int64_t count) {
+  Rows<Acc> take(int64_t rows, int64_t pitch) {
     const int64_t first = taken_;
-    taken_ += count;
-    return at_ == nullptr ? nullptr : at_ + first;
+    taken_ += rows * pitch;
+    return {at_ == nullptr ? nullptr : at_ + first, pitch};
   }
   Acc* at_;
   int64_t taken_ = 0;
@@ -357,48 +390,49 @@ struct AttentionBlock {
         columns(padded(last_visible)) {}
 
   // out [rows, keys] = x [rows, width] times all of `right`.
-  void score(const Acc* x, int64_t width, const Acc* right, const AttentionScratch<Acc>& s,
-             Acc* out) const {
-    multiply<Acc>({x, s.width_pitch, 1}, right,
-                  {.rows = rows,
-                   .depth = width,
-                   .columns = columns,
-                   .right_pitch = s.key_pitch,
-                   .out_pitch = s.key_pitch},
-                  /*add=*/false, out);
+  void score(const Rows<const Acc>& x, int64_t width, const Rows<Acc>& right,
+             const Rows<Acc>& out) const {
+    multiply<Acc>({x.at, x.pitch, 1}, {right.at, right.pitch},
+                  {.rows = rows, .depth = width, .columns = columns}, /*add=*/false, out);
   }
 
   // out's rows = x [rows, keys] times `right` [keys, width].
-  void mix(const Acc* x, const Acc* right, int64_t width, const AttentionScratch<Acc>& s, T* out,
-           int64_t stride) const {
-    multiply<Acc>({x, s.key_pitch, 1}, right,
-                  {.rows = rows,
-                   .depth = last_visible,
-                   .columns = s.width_pitch,
-                   .right_pitch = s.width_pitch,
-                   .out_pitch = s.width_pitch},
-                  /*add=*/false, s.mixed);
-    store_rows<T>(s.mixed, s.width_pitch, rows, width, out + first * stride, stride);
+  void mix(const Rows<Acc>& x, const Rows<const Acc>& right, int64_t width,
+           const AttentionScratch<Acc>& s, const Rows<T>& out) const {
+    multiply<Acc>({x.at, x.pitch, 1}, right,
+                  {.rows = rows, .depth = last_visible, .columns = s.mixed.pitch},
+                  /*add=*/false, place_for<T>(out.from(first), width, s.mixed));
+    store_rows<T>(s.mixed, rows, width, out.from(first));
   }
 };
 
-// Calls body(AttentionBlock) for blocks of about the same size.
-template <class T, class Body>
-inline void for_blocks(const AttentionHead<T>& head, int64_t begin, int64_t end, const Body& body) {
-  const int64_t blocks = divided_up(end - begin, kBlockRows);
-  const int64_t rows = blocks == 0 ? 0 : divided_up(end - begin, blocks);
-  for (int64_t first = begin; first < end; first += rows)
-    body(AttentionBlock<T>(head, first, end - first < rows ? end - first : rows));
+// Calls body(first, how many) for blocks of about the same size.
+template <class Body>
+inline void for_blocks(int64_t begin, int64_t end, const Body& body) {
+  int64_t blocks = divided_up(end - begin, kBlockRows);
+  for (int64_t first = begin; first < end; --blocks) {
+    const int64_t rows = divided_up(end - first, blocks);
+    body(first, rows);
+    first += rows;
+  }
 }
 
-// Widens keys or values; what is behind the last in `wide` stays as it is, but zeros in `transposed`, unless that is null.
+// Fetches a row of the next head, which lies behind this one's, into the second cache.
 template <class T>
-inline void take_rows(const AttentionHead<T>& head, const T* x, const AttentionScratch<AccOf<T>>& s,
-                      AccOf<T>* wide, AccOf<T>* transposed) {
-  widen_rows<T>(x, head.key_stride, head.num_keys, head.width, wide, s.width_pitch);
-  if (transposed == nullptr) return;
-  for (int64_t i = head.num_keys * s.width_pitch; i < s.key_pitch * s.width_pitch; ++i) wide[i] = 0;
-  transpose(wide, s.width_pitch, s.key_pitch, s.width_pitch, transposed, s.key_pitch);
+inline void fetch_behind(const T* row, int64_t width) {
+  constexpr auto kOfALine = static_cast<int64_t>(64 / sizeof(T));
+  for (int64_t i = width; i < 2 * width; i += kOfALine)
+    __builtin_prefetch(row + i, /*rw=*/0, /*locality=*/2);
+}
+
+// Of the keys and values, the share of one query.
+template <class T>
+inline void fetch_keys_behind(const AttentionHead<T>& head, const T* keys, const T* values,
+                              int64_t query) {
+  for (int64_t key = query; key < head.num_keys; key += head.num_queries) {
+    fetch_behind(keys + key * head.key_stride, head.width);
+    fetch_behind(values + key * head.key_stride, head.width);
+  }
 }
 
 template <class T>
@@ -406,44 +440,54 @@ void attention_forward(const AttentionHead<T>& head, DropoutRule rule, AccOf<T>*
                        int64_t out_stride, AccOf<T>* stats) {
   using Acc = AccOf<T>;
   const AttentionScratch<Acc> s(scratch, head.num_keys, head.width);
-  take_rows(head, head.keys, s, s.keys, s.keys_transposed);
-  take_rows(head, head.values, s, s.values, nullptr);
-  for_blocks(head, 0, head.num_queries, [&](const AttentionBlock<T>& block) {
-    widen_rows<T>(head.queries + block.first * head.query_stride, head.query_stride, block.rows,
-                  head.width, s.queries, s.width_pitch);
-    block.score(s.queries, head.width, s.keys_transposed, s, s.scores);
-    for (int64_t r = 0; r < block.rows; ++r) {
-      const int64_t query = block.first + r;
+  const int64_t width = head.width;
+  const auto keys = take_rows<T>({head.keys, head.key_stride}, head.num_keys, width, s.keys);
+  const auto values = take_rows<T>({head.values, head.key_stride}, head.num_keys, width, s.values);
+  transpose(keys, head.num_keys, s.keys.pitch, s.keys_transposed);
+  for_blocks(0, head.num_queries, [&](int64_t first, int64_t rows) {
+    const AttentionBlock<T> block(head, first, rows);
+    const Rows<const T> queries{head.queries + first * head.query_stride, head.query_stride};
+    block.score(take_rows<T>(queries, rows, width, s.queries), width, s.keys_transposed, s.scores);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t query = first + r;
       const int64_t visible = visible_keys(head.num_keys, head.causal, query);
       const Random* random = random_row(rule, query * head.all_keys, visible, s.random);
-      weigh(s.scores + r * s.key_pitch, visible, block.columns, head.scale, rule, random,
+      weigh(s.scores.from(r).at, visible, block.columns, head.scale, rule, random,
             stats + 2 * query);
+      if (head.next_behind) {
+        fetch_behind(queries.from(r).at, width);
+        fetch_behind(out + query * out_stride, width);
+        fetch_keys_behind(head, head.keys, head.values, query);
+      }
     }
-    block.mix(s.scores, s.values, head.width, s, out, out_stride);
+    block.mix(s.scores, values, width, s, {out, out_stride});
   });
 }
 
-// Adds what the queries [begin, end) give to the gradients of keys and values.
+// What queries give to the gradients of keys and values: added to what earlier ones, if any, gave.
 template <class T>
-inline void add_key_grads(const AttentionHead<T>& head, int64_t begin, int64_t end,
-                          const AttentionScratch<AccOf<T>>& s) {
-  for (int64_t key = 0; key < head.num_keys; key += kBlockRows) {
-    // No query before its own number sees a key.
-    const int64_t blind = head.causal && key > begin ? key - begin : 0;
-    if (blind >= end - begin) break;
-    const int64_t left = head.num_keys - key;
-    const ProductShape shape{.rows = left < kBlockRows ? left : kBlockRows,
-                             .depth = end - begin - blind,
-                             .columns = s.width_pitch,
-                             .right_pitch = s.width_pitch,
-                             .out_pitch = s.width_pitch};
-    const int64_t at = blind * s.key_pitch + key;
-    multiply<AccOf<T>>({s.scores + at, 1, s.key_pitch}, s.queries + blind * s.width_pitch, shape,
-                       /*add=*/true, s.key_grads + key * s.width_pitch);
-    multiply<AccOf<T>>({s.weights + at, 1, s.key_pitch}, s.grads + blind * s.width_pitch, shape,
-                       /*add=*/true, s.value_grads + key * s.width_pitch);
+struct KeyGrads {
+  using Acc = AccOf<T>;
+  const AttentionScratch<Acc>& s;
+  Rows<Acc> of_keys, of_values;
+
+  void add(const AttentionHead<T>& head, int64_t begin, int64_t end, const Rows<const Acc>& queries,
+           const Rows<const Acc>& grads) const {
+    for_blocks(0, head.num_keys, [&](int64_t key, int64_t rows) {
+      // No query before its own number sees a key.
+      const int64_t before = head.causal && key > begin ? key - begin : 0;
+      const int64_t blind = before < end - begin ? before : end - begin;
+      const ProductShape shape{.rows = rows, .depth = end - begin - blind, .columns = s.keys.pitch};
+      const auto multiply_by = [&](const Rows<Acc>& x, const Rows<const Acc>& right,
+                                   const Rows<Acc>& out) {
+        multiply<Acc>({x.from(blind).at + key, 1, x.pitch}, right.from(blind), shape,
+                      /*add=*/begin > 0, out.from(key));
+      };
+      multiply_by(s.scores, queries, of_keys);
+      multiply_by(s.weights, grads, of_values);
+    });
   }
-}
+};
 
 template <class T>
 void attention_backward(const AttentionHead<T>& head, DropoutRule rule, const AccOf<T>* stats,
@@ -451,43 +495,60 @@ void attention_backward(const AttentionHead<T>& head, DropoutRule rule, const Ac
                         AttentionHeadGrads<T> out) {
   using Acc = AccOf<T>;
   const AttentionScratch<Acc> s(scratch, head.num_keys, head.width);
-  take_rows(head, head.keys, s, s.keys, s.keys_transposed);
-  take_rows(head, head.values, s, s.values, s.values_transposed);
-  for (int64_t i = 0; i < s.key_pitch * s.width_pitch; ++i) s.key_grads[i] = 0;
-  for (int64_t i = 0; i < s.key_pitch * s.width_pitch; ++i) s.value_grads[i] = 0;
-  for (int64_t begin = 0; begin < head.num_queries; begin += kChunkRows) {
+  const int64_t width = head.width;
+  const Rows<T> out_queries{out.queries, head.query_stride}, out_keys{out.keys, head.key_stride},
+      out_values{out.values, head.key_stride};
+  const auto keys = take_rows<T>({head.keys, head.key_stride}, head.num_keys, width, s.keys);
+  transpose(keys, head.num_keys, s.keys.pitch, s.keys_transposed);
+  transpose(take_rows<T>({head.values, head.key_stride}, head.num_keys, width, s.values),
+            head.num_keys, s.keys.pitch, s.values_transposed);
+  const KeyGrads<T> key_grads{s, place_for<T>(out_keys, width, s.key_grads),
+                              place_for<T>(out_values, width, s.value_grads)};
+  int64_t begin = 0;
+  do {  // of no queries, too: keys get gradients of 0
     const int64_t left = head.num_queries - begin;
     const int64_t end = begin + (left < kChunkRows ? left : kChunkRows);
-    widen_rows<T>(head.queries + begin * head.query_stride, head.query_stride, end - begin,
-                  head.width, s.queries, s.width_pitch);
-    widen_rows<T>(grad + begin * grad_stride, grad_stride, end - begin, head.width, s.grads,
-                  s.width_pitch);
-    for_blocks(head, begin, end, [&](const AttentionBlock<T>& block) {
-      const int64_t row = block.first - begin;
-      Acc* const scores = s.scores + row * s.key_pitch;
-      Acc* const weights = s.weights + row * s.key_pitch;
-      block.score(s.queries + row * s.width_pitch, head.width, s.keys_transposed, s, scores);
-      block.score(s.grads + row * s.width_pitch, head.width, s.values_transposed, s, weights);
-      for (int64_t r = 0; r < block.rows; ++r) {
-        const int64_t query = block.first + r, at = r * s.key_pitch;
+    const auto queries = take_rows<T>({head.queries + begin * head.query_stride, head.query_stride},
+                                      end - begin, width, s.queries);
+    const auto grads =
+        take_rows<T>({grad + begin * grad_stride, grad_stride}, end - begin, width, s.grads);
+    for_blocks(begin, end, [&](int64_t first, int64_t rows) {
+      const AttentionBlock<T> block(head, first, rows);
+      const Rows<Acc> scores = s.scores.from(first - begin);
+      const Rows<Acc> weights = s.weights.from(first - begin);
+      block.score(queries.from(first - begin), width, s.keys_transposed, scores);
+      block.score(grads.from(first - begin), width, s.values_transposed, weights);
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t query = first + r;
+        Acc *const scores_r = scores.from(r).at, *const weights_r = weights.from(r).at;
         const int64_t visible = visible_keys(head.num_keys, head.causal, query);
         const Random* random = random_row(rule, query * head.all_keys, visible, s.random);
-        weigh_backward(scores + at, weights + at, visible, block.columns, head.scale, rule, random,
+        weigh_backward(scores_r, weights_r, visible, block.columns, head.scale, rule, random,
                        stats + 2 * query);
-        for (int64_t i = block.columns; i < s.key_pitch; ++i) scores[at + i] = weights[at + i] = 0;
+        // A block of keys may reach as far.
+        if (block.columns < scores.pitch) {
+          for (int64_t i = block.columns; i < block.columns + kScoresUnit; ++i)
+            scores_r[i] = weights_r[i] = 0;
+        }
+        if (head.next_behind) {
+          fetch_behind(head.queries + query * head.query_stride, width);
+          fetch_behind(out_queries.from(query).at, width);
+          fetch_behind(grad + query * grad_stride, width);
+          fetch_keys_behind(head, head.keys, head.values, query);
+          fetch_keys_behind<T>(head, out.keys, out.values, query);
+        }
       }
-      block.mix(scores, s.keys, head.width, s, out.queries, head.query_stride);
+      block.mix(scores, keys, width, s, out_queries);
     });
-    add_key_grads(head, begin, end, s);
-  }
+    key_grads.add(head, begin, end, queries, grads);
+    begin = end;
+  } while (begin < head.num_queries);
+  store_rows<T>(s.key_grads, head.num_keys, width, out_keys);
+  store_rows<T>(s.value_grads, head.num_keys, width, out_values);
   for (int64_t key = head.num_keys; key < head.key_rows; ++key) {
-    for (int64_t i = 0; i < head.width; ++i)
-      out.keys[key * head.key_stride + i] = out.values[key * head.key_stride + i] =
-          Math<T>::store(0);
+    for (int64_t i = 0; i < width; ++i)
+      out_keys.from(key).at[i] = out_values.from(key).at[i] = Math<T>::store(0);
   }
-  store_rows<T>(s.key_grads, s.width_pitch, head.num_keys, head.width, out.keys, head.key_stride);
-  store_rows<T>(s.value_grads, s.width_pitch, head.num_keys, head.width, out.values,
-                head.key_stride);
 }
 
 template <class T>

@@ -308,9 +308,14 @@ NormKernels::Grads norm_backward_by_loops(const at::Tensor& sum, const at::Tenso
   return grads;
 }
 
-// The rows of a sentence: number `number` in [B, T, D], those from `first` on in packed rows [N, D].
+// [B, T, D], or packed rows, as rows one after another.
+at::Tensor rows_of(const at::Tensor& x) {
+  return x.dim() == 3 ? x.view({x.size(0) * x.size(1), x.size(2)}) : x;
+}
+
+// The rows of a sentence among all.
 struct SentenceAt {
-  int64_t number, first, rows;
+  int64_t first, rows;
 };
 
 // The sentences of one side. lengths: of packed rows; null: all have `longest` rows.
@@ -319,23 +324,24 @@ std::vector<SentenceAt> sentences_at(int64_t batch, const int64_t* lengths, int6
   int64_t first = 0;
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t rows = lengths == nullptr ? longest : lengths[b];
-    sentences.push_back({b, first, rows});
+    sentences.push_back({first, rows});
     first += rows;
   }
   return sentences;
 }
 
-// Both sides of an attention.
+// Both sides of an attention. Heads are numbered b * heads + h.
 struct AttentionSides {
   std::vector<SentenceAt> of_queries, of_keys;
-  int64_t queries, keys, width;  // of the longest; of a head
+  int64_t heads, queries, keys, width;  // queries, keys: of the longest
 
-  AttentionSides(const AttentionOperands& operands, const SoftmaxMask& mask) {
-    const auto& [q, k, v, heads, packed] = operands;
+  AttentionSides(const AttentionOperands& operands, const SoftmaxMask& mask)
+      : heads(operands.heads) {
+    const at::Tensor &q = operands.q_BQD, &lengths_B = mask.key_lengths_B;
+    const PackedSentences& packed = operands.packed;
     const bool is_packed = packed.query_lengths_B.defined();
-    const at::Tensor& lengths_B = mask.key_lengths_B;
     queries = is_packed ? packed.queries : q.size(1);
-    keys = is_packed ? packed.keys : k.size(1);
+    keys = is_packed ? packed.keys : operands.k_BKD.size(1);
     width = q.size(-1) / heads;
     const auto lengths = [&](const at::Tensor& of_side) {
       return is_packed ? of_side.const_data_ptr<int64_t>() : nullptr;
@@ -344,19 +350,26 @@ struct AttentionSides {
     of_keys = sentences_at(lengths_B.size(0), lengths(lengths_B), keys);
   }
 
-  // Of a side's tensor.
+  // Of a side's rows.
   template <class T>
-  T* head_of(const at::Tensor& x, const SentenceAt& sentence, int64_t h) const {
-    return data<T>(x) + (x.dim() == 3 ? sentence.number : sentence.first) * x.stride(0) + h * width;
+  T* head_of(const at::Tensor& x_ND, const std::vector<SentenceAt>& side, int64_t head) const {
+    const SentenceAt& sentence = side[static_cast<size_t>(head / heads)];
+    return data<T>(x_ND) + sentence.first * x_ND.stride(0) + head % heads * width;
+  }
+  // Of attention's stats.
+  template <class Sum>
+  Sum* stats_of(const at::Tensor& stats, int64_t head) const {
+    return data<Sum>(stats) + head * queries * 2;
   }
 };
 
-// Calls body(table, the head's operands, what it drops, its scratch, b, h) for each head of each sentence.
+// Calls body(table, the head's operands, what it drops, its scratch, its number) for each head.
 template <class Body>
 void for_heads(const AttentionOperands& operands, const AttentionSides& sides,
                const SoftmaxMask& mask, const Dropping& dropping, const Body& body) {
-  const at::Tensor &q = operands.q_BQD, &k = operands.k_BKD, &v = operands.v_BKD;
-  const int64_t heads = operands.heads, batch = mask.key_lengths_B.size(0);
+  const at::Tensor q = rows_of(operands.q_BQD), k = rows_of(operands.k_BKD),
+                   v = rows_of(operands.v_BKD);
+  const int64_t heads = sides.heads, batch = mask.key_lengths_B.size(0);
   const int64_t queries = sides.queries, keys = sides.keys, width = sides.width;
   const auto* lengths = mask.key_lengths_B.const_data_ptr<int64_t>();
   for_type("attention", q, [&]<class T>(const LoopsOf<T>& table, T*) {
@@ -368,25 +381,22 @@ void for_heads(const AttentionOperands& operands, const AttentionSides& sides,
                            {table.attention.scratch(keys, width)},
                            at::TensorOptions().dtype(c10::CppTypeToScalarType<Sum>::value));
                        for (int64_t i = begin; i < end; ++i) {
-                         const int64_t b = i / heads, h = i % heads;
-                         const DropoutRule rule =
-                             rule_from(dropping, (b * heads + h) * queries * keys);
-                         const SentenceAt& of_queries = sides.of_queries[static_cast<size_t>(b)];
-                         const SentenceAt& of_keys = sides.of_keys[static_cast<size_t>(b)];
+                         const auto b = static_cast<size_t>(i / heads);
                          body(table.attention,
-                              AttentionHead<T>{.queries = sides.head_of<T>(q, of_queries, h),
-                                               .keys = sides.head_of<T>(k, of_keys, h),
-                                               .values = sides.head_of<T>(v, of_keys, h),
-                                               .query_stride = q.stride(-2),
-                                               .key_stride = k.stride(-2),
-                                               .num_queries = of_queries.rows,
+                              AttentionHead<T>{.queries = sides.head_of<T>(q, sides.of_queries, i),
+                                               .keys = sides.head_of<T>(k, sides.of_keys, i),
+                                               .values = sides.head_of<T>(v, sides.of_keys, i),
+                                               .query_stride = q.stride(0),
+                                               .key_stride = k.stride(0),
+                                               .num_queries = sides.of_queries[b].rows,
                                                .num_keys = lengths[b],
-                                               .key_rows = of_keys.rows,
+                                               .key_rows = sides.of_keys[b].rows,
                                                .all_keys = keys,
                                                .width = width,
                                                .causal = mask.causal,
+                                               .next_behind = i % heads + 1 < heads,
                                                .scale = mask.scale},
-                              rule, data<Sum>(scratch), static_cast<size_t>(b), h);
+                              rule_from(dropping, i * queries * keys), data<Sum>(scratch), i);
                        }
                      });
   });
@@ -397,16 +407,14 @@ std::pair<at::Tensor, at::Tensor> attention_by_loops(const AttentionOperands& op
                                                      const Dropping& dropping) {
   const at::Tensor& q = operands.q_BQD;
   const AttentionSides sides(operands, mask);
-  at::Tensor out = at::empty(q.sizes(), q.options());
-  at::Tensor stats = at::empty({mask.key_lengths_B.size(0), operands.heads, sides.queries, 2},
-                               q.options().dtype(sum_type(q.scalar_type())));
+  const at::Tensor out = at::empty(q.sizes(), q.options()), out_ND = rows_of(out);
+  const at::Tensor stats = at::empty({mask.key_lengths_B.size(0), sides.heads, sides.queries, 2},
+                                     q.options().dtype(sum_type(q.scalar_type())));
   for_heads(operands, sides, mask, dropping,
             [&]<class T, class Sum>(const AttentionLoops<T>& loops, const AttentionHead<T>& head,
-                                    const DropoutRule& rule, Sum* scratch, size_t b, int64_t h) {
-              const SentenceAt& sentence = sides.of_queries[b];
-              loops.forward(
-                  head, rule, scratch, sides.head_of<T>(out, sentence, h), out.stride(-2),
-                  data<Sum>(stats) + (sentence.number * operands.heads + h) * sides.queries * 2);
+                                    const DropoutRule& rule, Sum* scratch, int64_t i) {
+              loops.forward(head, rule, scratch, sides.head_of<T>(out_ND, sides.of_queries, i),
+                            out_ND.stride(0), sides.stats_of<Sum>(stats, i));
             });
   return {out, stats};
 }
@@ -416,17 +424,17 @@ void attention_backward_by_loops(const AttentionOperands& operands, const at::Te
                                  const SoftmaxMask& mask, const Dropping& dropping,
                                  const AttentionOperands& grads) {
   const AttentionSides sides(operands, mask);
+  const at::Tensor grad_ND = rows_of(grad), of_q = rows_of(grads.q_BQD),
+                   of_k = rows_of(grads.k_BKD), of_v = rows_of(grads.v_BKD);
   for_heads(operands, sides, mask, dropping,
             [&]<class T, class Sum>(const AttentionLoops<T>& loops, const AttentionHead<T>& head,
-                                    const DropoutRule& rule, Sum* scratch, size_t b, int64_t h) {
-              const SentenceAt &of_queries = sides.of_queries[b], &of_keys = sides.of_keys[b];
+                                    const DropoutRule& rule, Sum* scratch, int64_t i) {
               loops.backward(
-                  head, rule,
-                  data<Sum>(stats) + (of_queries.number * operands.heads + h) * sides.queries * 2,
-                  sides.head_of<T>(grad, of_queries, h), grad.stride(-2), scratch,
-                  AttentionHeadGrads<T>{.queries = sides.head_of<T>(grads.q_BQD, of_queries, h),
-                                        .keys = sides.head_of<T>(grads.k_BKD, of_keys, h),
-                                        .values = sides.head_of<T>(grads.v_BKD, of_keys, h)});
+                  head, rule, sides.stats_of<Sum>(stats, i),
+                  sides.head_of<T>(grad_ND, sides.of_queries, i), grad_ND.stride(0), scratch,
+                  AttentionHeadGrads<T>{.queries = sides.head_of<T>(of_q, sides.of_queries, i),
+                                        .keys = sides.head_of<T>(of_k, sides.of_keys, i),
+                                        .values = sides.head_of<T>(of_v, sides.of_keys, i)});
             });
 }
 

@@ -60,7 +60,8 @@ struct AttentionHead {
   int64_t all_keys = 0;  ///< Element (query, key) has the number query * all_keys + key.
   int64_t width = 0;
   bool causal = false;
-  float scale = 1;  ///< Multiplies the scores.
+  bool next_behind = false;  ///< Whether the next head lies behind this one, in the same rows.
+  float scale = 1;           ///< Multiplies the scores.
 };
 
 /// Gradients as their operands lie.
