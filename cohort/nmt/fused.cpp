@@ -221,9 +221,13 @@ struct MaskedSoftmax : torch::autograd::Function<MaskedSoftmax> {
   }
 };
 
-at::Tensor weight_gradient(const at::Tensor& grad_NM, const at::Tensor& x_NK, at::ScalarType type) {
+// Of the rows alone, or, added into its memory, also of earlier ones, whose gradient is `earlier`.
+at::Tensor weight_gradient(const at::Tensor& grad_NM, const at::Tensor& x_NK, at::ScalarType type,
+                           const at::Tensor& earlier = {}) {
   RECORD_USER_SCOPE_WITH_INPUTS("weight_gradient", (std::vector<c10::IValue>{grad_NM, x_NK}));
-  return kernels_for(grad_NM).weight_gradient(grad_NM, x_NK, type);
+  if (earlier.defined() && type == grad_NM.scalar_type()) return earlier.addmm_(grad_NM.t(), x_NK);
+  const at::Tensor own = kernels_for(grad_NM).weight_gradient(grad_NM, x_NK, type);
+  return earlier.defined() ? earlier.add_(own) : own;
 }
 
 // What a product of linear() keeps for its gradients, and those.
@@ -378,12 +382,7 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
       if (!with_gradient) continue;
       at::Tensor grad_h = grad_hidden.narrow(0, first, count);
       at::mm_out(grad_h, logits, w);
-      const at::Tensor part = weight_gradient(logits, h, wide);
-      if (grad_weight.defined()) {
-        grad_weight.add_(part);
-      } else {
-        grad_weight = part;
-      }
+      grad_weight = weight_gradient(logits, h, wide, grad_weight);
     }
     if (with_gradient) {
       if (!grad_weight.defined()) grad_weight = at::zeros(w.sizes(), w.options().dtype(wide));
