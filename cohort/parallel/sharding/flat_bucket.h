@@ -25,7 +25,7 @@ struct BucketPlace {
   /// Neighbours among which the whole is kept between forward and backward; empty: among all.
   /// Its size divides the group's.
   comm::ProcessGroup reshard_group;
-  /// What comes and goes within a step takes its memory from here; none under kOptimizer.
+  /// What comes and goes within a step takes its memory from here; kOptimizer needs none.
   std::shared_ptr<BufferPool> pool;
 };
 

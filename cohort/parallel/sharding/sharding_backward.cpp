@@ -127,8 +127,8 @@ void ShardingEngine::Impl::gradient_arrived(Bucket& bucket) {
 }
 
 // Gradients travel while the next ones are computed: of two buckets, so that a short one does not
-// wait for a long one; more would hold memory. Where backward gathers, what it needs next would
-// travel behind the second.
+// wait for a long one; more would hold memory. Where backward gathers, one: the next unit's
+// parameters travel behind the sum before, so that backward waits for both or for neither.
 void ShardingEngine::Impl::reduce(Bucket& bucket) {
   const size_t most = sharded() && options.reshard_after_forward ? 1 : 2;
   if (reductions.size() == most) finish_first_reduction();
