@@ -142,7 +142,7 @@ struct RowTable::Rows {
     threads->run(work);
   }
 
-  // Whether to wake threads for so many ids would take longer than they save.
+  // Whether `ids` are few: to wake threads would take longer than they save.
   bool are_few(size_t ids) const { return groups.size() == 1 || ids < kFewIds * groups.size(); }
 
   // Calls `work(i, hash, row or nullptr, group)` for each i in [0, count) in order. What the memory
