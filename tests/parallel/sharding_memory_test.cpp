@@ -119,9 +119,9 @@ TEST(BufferPoolTest, ALongTensorGetsTheMemoryOfAnEarlierOne) {
   const void* first = bytes_of(*pool, 8 * kMiB).const_data_ptr();
   EXPECT_EQ(reinterpret_cast<uintptr_t>(first) % (2 * kMiB), 0)
       << "of huge pages, if there are any";
-  const at::Tensor part = bytes_of(*pool, 5 * kMiB), rest = bytes_of(*pool, 3 * kMiB);
+  const at::Tensor part = bytes_of(*pool, 6 * kMiB), rest = bytes_of(*pool, 2 * kMiB);
   EXPECT_EQ(part.const_data_ptr(), first);
-  EXPECT_EQ(rest.const_data_ptr(), static_cast<const std::byte*>(first) + 5 * kMiB);
+  EXPECT_EQ(rest.const_data_ptr(), static_cast<const std::byte*>(first) + 6 * kMiB);
 }
 
 TEST(BufferPoolTest, HoldsNoMoreThanItsTensorsTookAtATime) {
@@ -133,7 +133,7 @@ TEST(BufferPoolTest, HoldsNoMoreThanItsTensorsTookAtATime) {
   std::deque<at::Tensor> live;
   int64_t used = 0, most = 0;
   for (int64_t i = 0; i < 200; ++i) {
-    const int64_t bytes = (2 + i * i % 13) * kMiB;
+    const int64_t bytes = 2 * (1 + i * i % 13) * kMiB;
     live.push_back(bytes_of(*pool, bytes));
     used += bytes;
     most = std::max(most, used);
@@ -143,11 +143,26 @@ TEST(BufferPoolTest, HoldsNoMoreThanItsTensorsTookAtATime) {
       live.pop_front();
     }
   }
-  const at::Tensor last = bytes_of(*pool, 3 * kMiB);
+  const at::Tensor last = bytes_of(*pool, 4 * kMiB);
   live.clear();
   pool.reset();
   EXPECT_TRUE(at::equal(last, at::ones_like(last))) << "a tensor may outlive all else";
-  EXPECT_GE(held(), 3 * kMiB);
+  EXPECT_GE(held(), 4 * kMiB);
+}
+
+TEST(BufferPoolTest, PagesOfShortPiecesMakeALongOne) {
+  const auto pool = std::make_shared<BufferPool>();
+  at::Tensor kept;
+  {
+    const at::Tensor first = bytes_of(*pool, 6 * kMiB);
+    kept = bytes_of(*pool, 2 * kMiB);
+    const at::Tensor third = bytes_of(*pool, 6 * kMiB);
+  }
+  const int64_t before = page_faults();
+  const at::Tensor whole = bytes_of(*pool, 12 * kMiB);
+  EXPECT_LE(page_faults() - before, 50) << "of 3,072 pages";
+  EXPECT_TRUE(at::equal(whole, at::ones_like(whole)));
+  EXPECT_TRUE(at::equal(kept, at::ones_like(kept)));
 }
 
 TEST(BufferPoolTest, GoesWithItsLastTensor) {

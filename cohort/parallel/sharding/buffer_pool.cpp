@@ -2,7 +2,6 @@
 #include "cohort/parallel/sharding/buffer_pool.h"
 
 #include <ATen/ops/from_blob.h>
-#include <algorithm>
 #include <c10/core/CPUAllocator.h>
 #include <cstdint>
 #include <iterator>
@@ -13,33 +12,31 @@
 namespace cohort::parallel {
 namespace {
 
-constexpr size_t kPage = 4096;
+// Pieces begin and end on a boundary of these.
 constexpr size_t kHugePage = size_t{2} << 20;
 
-size_t rounded_up(size_t bytes, size_t unit) {
-  return (bytes + unit - 1) / unit * unit;
+void check_memory(bool there, size_t bytes) {
+  TORCH_CHECK_WITH(OutOfMemoryError, there, "sharding: expected ", bytes,
+                   " bytes of memory for parameters or gradients of a unit");
 }
 
-// Begins on a boundary of huge pages.
-std::byte* map_memory(size_t bytes) {
-  void* mapped = ::mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  TORCH_CHECK_WITH(OutOfMemoryError, mapped != MAP_FAILED, "sharding: expected ", bytes,
-                   " bytes of memory for parameters or gradients of a unit");
+// Addresses without memory.
+std::byte* reserve(size_t bytes) {
+  void* mapped = ::mmap(nullptr, bytes + kHugePage, PROT_NONE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  check_memory(mapped != MAP_FAILED, bytes);
   auto* first = static_cast<std::byte*>(mapped);
-  const auto address = reinterpret_cast<uintptr_t>(mapped);
-  const size_t before = rounded_up(address, kHugePage) - address;
+  const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(mapped) % kHugePage) % kHugePage;
   if (before > 0) ::munmap(first, before);
   std::byte* begin = first + before;
   ::munmap(begin + bytes, kHugePage - before);
-  ::madvise(begin, bytes, MADV_HUGEPAGE);  // If there are none, small ones do.
   return begin;
 }
 
 }  // namespace
 
 BufferPool::~BufferPool() {
-  shrink(free_bytes_);
+  for (const auto& [begin, bytes] : free_) ::munmap(begin, bytes);
 }
 
 at::Tensor BufferPool::empty(const comm::ProcessGroup& group, int64_t numel,
@@ -48,7 +45,7 @@ at::Tensor BufferPool::empty(const comm::ProcessGroup& group, int64_t numel,
   if (needed < kHugePage || !options.device().is_cpu() || options.pinned_memory() ||
       comm::shares_tensors(group))
     return comm::empty_shared(group, numel, options);
-  const size_t bytes = rounded_up(needed, kPage);
+  const size_t bytes = (needed + kHugePage - 1) / kHugePage * kHugePage;
   std::byte* begin = take(bytes);
   c10::profiledCPUMemoryReporter().New(begin, needed);
   return at::from_blob(
@@ -63,14 +60,25 @@ at::Tensor BufferPool::empty(const comm::ProcessGroup& group, int64_t numel,
 std::byte* BufferPool::take(size_t bytes) {
   const std::lock_guard lock(mutex_);
   std::byte* begin = take_free(bytes);
-  if (!begin) {
-    const size_t most = std::max(most_bytes_, used_bytes_ + bytes);
-    // Pieces that are too short make room for what is mapped.
-    if (used_bytes_ + bytes + free_bytes_ > most) shrink(used_bytes_ + bytes + free_bytes_ - most);
-    begin = map_memory(bytes);
+  return begin ? begin : assemble(bytes);
+}
+
+// Of pages from pieces that are too short, and of new ones.
+std::byte* BufferPool::assemble(size_t bytes) {
+  std::byte* begin = reserve(bytes);
+  size_t moved = 0;
+  for (; moved < bytes && !free_.empty(); moved += kHugePage) {
+    const auto last = std::prev(free_.end());
+    last->second -= kHugePage;
+    std::byte* from = last->first + last->second;
+    if (last->second == 0) free_.erase(last);
+    check_memory(::mremap(from, kHugePage, kHugePage, MREMAP_MAYMOVE | MREMAP_FIXED,
+                          begin + moved) != MAP_FAILED,
+                 bytes);
   }
-  used_bytes_ += bytes;
-  most_bytes_ = std::max(most_bytes_, used_bytes_);
+  if (moved == bytes) return begin;
+  check_memory(::mprotect(begin + moved, bytes - moved, PROT_READ | PROT_WRITE) == 0, bytes);
+  ::madvise(begin + moved, bytes - moved, MADV_HUGEPAGE);  // If there are none, small ones do.
   return begin;
 }
 
@@ -85,14 +93,11 @@ std::byte* BufferPool::take_free(size_t bytes) {
   const auto [begin, length] = *best;
   free_.erase(best);
   if (length > bytes) free_.emplace(begin + bytes, length - bytes);
-  free_bytes_ -= bytes;
   return begin;
 }
 
 void BufferPool::give_back(std::byte* begin, size_t bytes) {
   const std::lock_guard lock(mutex_);
-  used_bytes_ -= bytes;
-  free_bytes_ += bytes;
   auto next = free_.lower_bound(begin);
   if (next != free_.end() && begin + bytes == next->first) {
     bytes += next->second;
@@ -106,19 +111,6 @@ void BufferPool::give_back(std::byte* begin, size_t bytes) {
     }
   }
   free_.emplace(begin, bytes);
-}
-
-// Gives `bytes` of what is free back to the system.
-void BufferPool::shrink(size_t bytes) {
-  while (bytes > 0) {
-    const auto last = std::prev(free_.end());
-    const size_t length = std::min(bytes, last->second);
-    last->second -= length;
-    ::munmap(last->first + last->second, length);
-    if (last->second == 0) free_.erase(last);
-    free_bytes_ -= length;
-    bytes -= length;
-  }
 }
 
 }  // namespace cohort::parallel

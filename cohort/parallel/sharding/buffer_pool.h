@@ -17,7 +17,9 @@ namespace cohort::parallel {
 /// Only for tensors on the CPU, of 2 MiB or more, not pinned, where the group's backend keeps no
 /// such memory itself (comm::empty_shared). Huge pages, where the system has them.
 /// Owner:   shared with its tensors; made by make_shared.
-/// Memory:  never more than its tensors have taken at a time so far. Goes back with the pool.
+/// Memory:  never more than its tensors have taken at a time so far, each a multiple of 2 MiB. Goes
+///          back with the pool. A tensor that no free piece is long enough for gets the pages of
+///          several: they move to new addresses.
 /// Threads: any.
 class BufferPool : public std::enable_shared_from_this<BufferPool> {
  public:
@@ -35,14 +37,11 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
  private:
   std::byte* take(size_t bytes);
   std::byte* take_free(size_t bytes);
+  std::byte* assemble(size_t bytes);
   void give_back(std::byte* begin, size_t bytes);
-  void shrink(size_t bytes);
 
   std::mutex mutex_;
   std::map<std::byte*, size_t> free_;  // bytes by address; no two touch
-  size_t free_bytes_ = 0;
-  size_t used_bytes_ = 0;
-  size_t most_bytes_ = 0;  // used at a time
 };
 
 }  // namespace cohort::parallel
