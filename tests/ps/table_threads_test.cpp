@@ -18,6 +18,7 @@
 #include "cohort/base/error.h"
 #include "cohort/ps/server/forked_task.h"
 #include "cohort/ps/table/table_file.h"
+#include "cohort/ps/wire/bfloat16.h"
 
 #include "tests/ps/cluster.h"
 #include "tests/ps/scratch_folder.h"
@@ -178,6 +179,10 @@ Shown shown_by(const TableOptions& options, int threads, const std::vector<Push>
     std::vector<uint64_t> ids = push.ids;
     for (size_t i = 0; i < ids.size(); i += 3) ids[i] += 7;  // Ids without a row.
     table->pull(ids, weights, RowTable::Unknown::kInitial);
+    std::vector<uint16_t> bfloat16s(weights.size()), rounded(weights.size());
+    table->pull(ids, bfloat16s, RowTable::Unknown::kInitial);
+    round_to_bfloat16(weights, rounded);
+    EXPECT_EQ(bfloat16s, rounded) << "step " << push.step;
   }
   shown.rows = rows_of(*table);
   shown.counts = counts_of(*table);

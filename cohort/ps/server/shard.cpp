@@ -205,9 +205,7 @@ Buffer Shard::pull(const Message& request, const Header& header, const BufferMak
         std::copy(weights.begin(), weights.end(), reply.values(i).begin());
       }
     } else if (shapes[i].dtype == WireDtype::kBfloat16) {
-      widened_.resize(section.ids.size() * section.width);
-      tables_[section.table]->pull(section.ids, widened_, unknown);
-      round_to_bfloat16(widened_, reply.bfloat16s(i));
+      tables_[section.table]->pull(section.ids, reply.bfloat16s(i), unknown);
     } else {
       tables_[section.table]->pull(section.ids, reply.values(i), unknown);
     }

@@ -94,7 +94,7 @@ class Shard {
   // What a step is summed in: kept for its memory alone.
   std::vector<float> sum_;
   RowMerger merged_rows_;
-  mutable std::vector<float> widened_;  // Values of another type than float32.
+  std::vector<float> widened_;  // Values of another type than float32.
 };
 
 }  // namespace cohort::ps

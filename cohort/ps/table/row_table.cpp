@@ -16,6 +16,7 @@
 #include "cohort/ps/table/row_slabs.h"
 #include "cohort/ps/table/table_threads.h"
 #include "cohort/ps/update_kernel.h"
+#include "cohort/ps/wire/bfloat16.h"
 
 namespace cohort::ps {
 namespace {
@@ -29,11 +30,15 @@ bool always(uint64_t /*value*/) {
 }
 
 // Lines at a time: a call of the library would cost as much as the copy of a row of 16.
-void copy_floats(const float* from, size_t count, float* to) {
+void put_weights(const float* from, size_t count, float* to) {
   constexpr size_t kLine = 16;
   for (; count >= kLine; count -= kLine, from += kLine, to += kLine)
     std::memcpy(to, from, kLine * sizeof(float));
   if (count > 0) std::memcpy(to, from, count * sizeof(float));
+}
+
+void put_weights(const float* from, size_t count, uint16_t* to) {
+  round_to_bfloat16({from, count}, {to, count});
 }
 
 bool is_expired(const Eviction& eviction, uint32_t last_push, uint32_t pushes, uint32_t now) {
@@ -244,12 +249,46 @@ struct RowTable::Rows {
     });
   }
 
-  void begin_with(uint64_t id, std::span<float> weights, Unknown unknown) const {
+  void begin_with(uint64_t id, float* weights, Unknown unknown) const {
     if (unknown == Unknown::kZeros || options.entry.kind != EntryPolicy::Kind::kAll) {
-      std::fill(weights.begin(), weights.end(), 0.0F);
+      std::fill_n(weights, width, 0.0F);
     } else {
-      initial.fill(id, weights);
+      initial.fill(id, {weights, width});
     }
+  }
+  void begin_with(uint64_t id, uint16_t* bfloat16s, Unknown unknown) const {
+    std::vector<float> weights(width);
+    begin_with(id, weights.data(), unknown);
+    put_weights(weights.data(), width, bfloat16s);
+  }
+
+  // `to`: ids.size() x width values, float32 or bfloat16.
+  template <class Value>
+  void pull(std::span<const uint64_t> ids, Value* to, Unknown unknown) const {
+    const bool has_spilled_rows = spilled && spilled->rows() > 0;
+    std::vector<std::vector<size_t>> missing(has_spilled_rows ? groups.size() : 0);
+    read(ids,
+         [=, this, row_width = width, &missing](size_t part, size_t i, uint64_t, const Row* row) {
+           Value* const its = to + i * row_width;
+           if (row != nullptr) {
+             put_weights(row->floats(), row_width, its);
+             return;
+           }
+           begin_with(ids[i], its, unknown);
+           if (has_spilled_rows) missing[part].push_back(i);
+         });
+    std::vector<uint64_t> spilled_ids;
+    std::vector<size_t> spilled_positions;
+    for (const auto& positions : missing) {
+      for (const size_t i : positions) {
+        spilled_ids.push_back(ids[i]);
+        spilled_positions.push_back(i);
+      }
+    }
+    if (spilled_ids.empty()) return;
+    spilled->get(spilled_ids, [&](size_t i, const RowView& row) {
+      put_weights(row.weights.data(), width, to + spilled_positions[i] * width);
+    });
   }
 
   // `divided`: there is room for the counts of all ids.
@@ -514,32 +553,12 @@ const TableOptions& RowTable::options() const {
 
 void RowTable::pull(std::span<const uint64_t> ids, std::span<float> weights,
                     Unknown unknown) const {
-  const Rows& rows = *rows_;
-  const size_t width = rows.width;
-  const bool has_spilled_rows = rows.spilled && rows.spilled->rows() > 0;
-  std::vector<std::vector<size_t>> missing(has_spilled_rows ? rows.groups.size() : 0);
-  rows.read(ids, [=, &rows, &missing](size_t part, size_t i, uint64_t, const Row* row) {
-    float* to = weights.data() + i * width;
-    if (row != nullptr) {
-      copy_floats(row->floats(), width, to);
-      return;
-    }
-    rows.begin_with(ids[i], {to, width}, unknown);
-    if (has_spilled_rows) missing[part].push_back(i);
-  });
-  std::vector<uint64_t> spilled_ids;
-  std::vector<size_t> spilled_positions;
-  for (const auto& positions : missing) {
-    for (const size_t i : positions) {
-      spilled_ids.push_back(ids[i]);
-      spilled_positions.push_back(i);
-    }
-  }
-  if (spilled_ids.empty()) return;
-  rows.spilled->get(spilled_ids, [&](size_t i, const RowView& row) {
-    std::copy(row.weights.begin(), row.weights.end(),
-              weights.begin() + static_cast<std::ptrdiff_t>(spilled_positions[i] * width));
-  });
+  rows_->pull(ids, weights.data(), unknown);
+}
+
+void RowTable::pull(std::span<const uint64_t> ids, std::span<uint16_t> bfloat16s,
+                    Unknown unknown) const {
+  rows_->pull(ids, bfloat16s.data(), unknown);
 }
 
 void RowTable::push(std::span<const uint64_t> ids, std::span<const float> gradients, int64_t step,

@@ -65,6 +65,8 @@ class RowTable {
   /// entry policy makes rows only later, and under Unknown::kZeros.
   enum class Unknown { kInitial, kZeros };
   void pull(std::span<const uint64_t> ids, std::span<float> weights, Unknown unknown) const;
+  /// The same weights, rounded to the nearest bfloat16 (wire/bfloat16.h), as bits.
+  void pull(std::span<const uint64_t> ids, std::span<uint16_t> bfloat16s, Unknown unknown) const;
 
   /// Updates the rows of `ids` by `gradients` [ids.size() x width], in their order, makes those not
   /// there yet. `step` as in update(); `now`: seconds since 1970, never less than before.
