@@ -304,7 +304,8 @@ json measure_rows(const Flags& flags, const std::string& folder) {
   const auto add_table = [&](const std::string& name, int64_t rows, ps::Durability durability,
                              ps::WireDtype dtype = ps::WireDtype::kFloat32,
                              Network network = Network::kUnix) {
-    const bool is_asked = flags.only.empty() || flags.only.starts_with(name + "_");
+    const bool is_asked =
+        flags.only.empty() || flags.only == name + "_pull" || flags.only == name + "_push";
     if (rows > 0 && is_asked)
       tables.push_back({name, rows,
                         start_server(folder + "/" + name, durability, std::nullopt, network),

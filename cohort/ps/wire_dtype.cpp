@@ -13,7 +13,7 @@ WireDtype wire_dtype_named(const std::string& name) {
   for (const WireDtype dtype : {WireDtype::kFloat32, WireDtype::kBfloat16}) {
     if (name == to_string(dtype)) return dtype;
   }
-  throw ConfigError("wire_dtype: expected one of float32, bfloat16, got \"" + name + "\"");
+  throw ConfigError("expected one of float32, bfloat16, got \"" + name + "\"");
 }
 
 }  // namespace cohort::ps

@@ -12,10 +12,10 @@ namespace cohort::ps {
 /// kBfloat16 halves the bytes of values in pulls, in pushes and in the log, which has what
 /// travelled. Ids stay as they are. Weights are rounded to the nearest (ties to even) by the server.
 /// Gradients are rounded by the trainer, up or down at random, so that their mean is the gradient:
-/// the random numbers are a function of (seed, trainer, number of the push, parameter or id,
-/// element), so a push that is made again has the same bits, whatever the number of servers. NaN
-/// and infinities stay what they are; a finite gradient stays finite. Initial values travel as
-/// float32.
+/// the random numbers are a function of (table and its seed, id; or the dense parameter; trainer,
+/// number of the push, element), so a push that is made again has the same bits, whatever the
+/// number of servers. NaN and infinities stay what they are; a finite gradient stays finite.
+/// Initial values travel as float32.
 enum class WireDtype : uint32_t { kFloat32, kBfloat16 };
 
 /// Of a value.

@@ -189,7 +189,7 @@ TEST(WireDtypeTest, NamesAreRead) {
   for (const WireDtype dtype : {WireDtype::kFloat32, WireDtype::kBfloat16})
     EXPECT_EQ(wire_dtype_named(to_string(dtype)), dtype);
   EXPECT_EQ(message_of<ConfigError>([] { wire_dtype_named("half"); }),
-            "wire_dtype: expected one of float32, bfloat16, got \"half\"");
+            "expected one of float32, bfloat16, got \"half\"");
   JobOptions job = ledger_job(1, 1, Mode::kSync);
   job.tables[0].wire_dtype = job.dense_wire_dtype = WireDtype::kBfloat16;
   const JobOptions read = JobOptions::parse(job.to_json());

@@ -21,8 +21,10 @@
 namespace cohort::ps {
 namespace {
 
-constexpr int64_t kShare = 16;    // So much of a full table goes at once: a sixteenth.
-constexpr size_t kFewIds = 1024;  // For each thread: fewer the calling thread handles alone.
+constexpr int64_t kShare = 16;  // So much of a full table goes at once: a sixteenth.
+// For each thread: the calling thread handles fewer alone.
+constexpr size_t kFewIds = 1024;          // of a pull or a push
+constexpr size_t kFewRowBytes = 1 << 16;  // of rows that are loaded
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 
 bool always(uint64_t /*value*/) {
@@ -149,6 +151,11 @@ struct RowTable::Rows {
 
   // Whether `ids` are few: to wake threads would take longer than they save.
   bool are_few(size_t ids) const { return groups.size() == 1 || ids < kFewIds * groups.size(); }
+  // A file of wide rows is loaded in blocks of few rows, of which each takes long.
+  bool are_few_rows(size_t count) const {
+    const size_t bytes = count * (width + state_width) * sizeof(float);
+    return groups.size() == 1 || bytes < kFewRowBytes * groups.size();
+  }
 
   // Calls `work(i, hash, row or nullptr, group)` for each i in [0, count) in order. What the memory
   // must fetch for it is asked for before: its place in the index 2 x kAhead ids before, its row
@@ -479,7 +486,7 @@ struct RowTable::Rows {
     if (spilled) {
       spilled->get(ids, [&](size_t, const RowView& row) { refuse(row.id, "is there already"); });
     }
-    const bool divided = !are_few(ids.size()) && (makes_room() || has_room(ids));
+    const bool divided = !are_few_rows(rows.size()) && (makes_room() || has_room(ids));
     // Of each group the first row that is refused; those after it stay out.
     std::vector<size_t> refused(groups.size(), rows.size());
     write(ids, divided, [&](size_t i, uint64_t hash, const Row* there, Group& group) {

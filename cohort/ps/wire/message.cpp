@@ -310,9 +310,10 @@ float value_of(const Section& section, size_t i) {
 
 std::span<const float> floats_of(const Section& section, std::vector<float>& scratch) {
   if (section.dtype == WireDtype::kFloat32) return section.values;
-  scratch.resize(section.bfloat16s.size());
-  widen_bfloat16(section.bfloat16s, scratch);
-  return scratch;
+  const size_t count = section.bfloat16s.size();
+  if (scratch.size() < count) scratch.resize(count);  // To shrink and grow again would clear it.
+  widen_bfloat16(section.bfloat16s, {scratch.data(), count});
+  return {scratch.data(), count};
 }
 
 std::optional<ValuePosition> find_nonfinite(const Message& message) {
