@@ -221,7 +221,7 @@ struct MaskedSoftmax : torch::autograd::Function<MaskedSoftmax> {
   }
 };
 
-// Of the rows alone, or, added into its memory, also of earlier ones, whose gradient is `earlier`.
+// The gradient of these rows; where `earlier` is defined, added to it, in its memory.
 at::Tensor weight_gradient(const at::Tensor& grad_NM, const at::Tensor& x_NK, at::ScalarType type,
                            const at::Tensor& earlier = {}) {
   RECORD_USER_SCOPE_WITH_INPUTS("weight_gradient", (std::vector<c10::IValue>{grad_NM, x_NK}));

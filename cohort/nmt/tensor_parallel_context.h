@@ -41,7 +41,8 @@ class TensorParallelContext {
   /// x, replicated, before each shard computes something of its own: its gradients are summed over
   /// shards.
   virtual at::Tensor copy_to_region(const at::Tensor& x) const { return x; }
-  /// The sum over shards, replicated; the gradient passes as it is.
+  /// The sum over shards, replicated; the gradient passes as it is. May be made in x's memory: x is
+  /// a result that nobody else reads.
   virtual at::Tensor reduce_from_region(const at::Tensor& x) const { return x; }
   /// The shards' columns (last dimension) side by side: all of `num_columns`. In inference.
   virtual at::Tensor gather_from_region(const at::Tensor& columns, int64_t num_columns) const;

@@ -58,6 +58,7 @@ struct ReduceFromGroup : torch::autograd::Function<ReduceFromGroup> {
 struct ReduceInPlace : torch::autograd::Function<ReduceInPlace> {
   static at::Tensor forward(AutogradContext*, const at::Tensor& x,
                             const comm::ProcessGroup& group) {
+    x.unsafeGetTensorImpl()->bump_version();  // A backward that saved x is autograd's error.
     return group.all_reduce(alias_of(x));
   }
   static variable_list backward(AutogradContext*, const variable_list& grads) {

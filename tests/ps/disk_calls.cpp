@@ -175,6 +175,8 @@ extern "C" ssize_t writev(int file, const iovec* pieces, int count) {
 
 extern "C" int fallocate(int file, int mode, off_t begin, off_t bytes) {
   if (const int error = cohort::ps::disk_calls::planned_error(DiskCall::kReserve)) {
+    // As a file system may do that finds the rest of its disk too small.
+    if (error == ENOSPC) (void)::syscall(SYS_fallocate, file, mode, begin, bytes / 2);
     errno = error;
     return -1;
   }

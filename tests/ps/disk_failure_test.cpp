@@ -47,7 +47,7 @@ bool comes_true(const std::function<bool()>& condition) {
 
 uint64_t append(UpdateLog& log, size_t bytes = 100) {
   const std::vector<std::byte> payload(bytes);
-  return log.append(RecordKind::kEvict, 0, payload);
+  return log.begin_append({.kind = RecordKind::kEvict, .payload = payload});
 }
 
 // That of a server which does not end by itself is that there is none.
@@ -222,7 +222,8 @@ class BesideTest : public DiskFailureTest {
   // The value is that of the record's number.
   static uint64_t begin(UpdateLog& log) {
     const auto message = message_filled(static_cast<std::byte>(log.next_number()));
-    return log.begin_append({.time = 5, .payload = message->span(), .message = message});
+    return log.begin_append({.time = 5, .payload = message->span(), .message = message},
+                            /*beside=*/true);
   }
   static void append_large(UpdateLog& log) {
     begin(log);
@@ -343,9 +344,28 @@ TEST_F(BesideTest, AFileThatMayNotGrowIsNotedBeforeTheRecordIsApplied) {
     EXPECT_EQ(length(), 2 * kRecordBytes);
     EXPECT_FALSE(log->is_broken());
   }
+  const int reservations = disk_calls::count(Call::kReserve, segment());
   append_large(*log);
+  EXPECT_EQ(disk_calls::count(Call::kReserve, segment()), reservations + 1)
+      << "what was reserved went when half a record was cut off";
   append_large(*log);
   EXPECT_EQ(log->next_number(), 5U);
+}
+
+// What was reserved before goes with it, so the log must not count on that.
+TEST_F(BesideTest, WhenNoMoreCanBeReservedRecordsAreThereWhenTheyHaveBegun) {
+  const auto log = open();
+  while (length() < UpdateLog::kReservedBytes / 4) append_large(*log);
+  ASSERT_GT(bytes_on_disk(segment()), UpdateLog::kReservedBytes / 2);
+  disk_calls::fail_next(Call::kReserve, ENOSPC);
+  while (length() < UpdateLog::kReservedBytes * 5 / 8) append_large(*log);
+  EXPECT_LT(bytes_on_disk(segment()), UpdateLog::kReservedBytes * 3 / 4) << "all was given back";
+  for (int i = 0; i < 3; ++i) {
+    const int64_t before = length();
+    begin(*log);
+    EXPECT_EQ(length(), before + kRecordBytes) << "written before it is applied";
+    log->finish_append();
+  }
 }
 
 TEST_F(BesideTest, ALogThatCouldNotBeWrittenBesideTakesNoMore) {

@@ -50,7 +50,7 @@ std::vector<Copy> records_of(const std::string& folder, uint64_t from = 1) {
 }
 
 void append(UpdateLog& log, const std::string& payload, uint32_t time = 5) {
-  log.append(RecordKind::kPush, time, std::as_bytes(std::span(payload)));
+  log.begin_append({.time = time, .payload = std::as_bytes(std::span(payload))});
 }
 
 // Payloads of all lengths of padding, none, and one larger than the others.
@@ -104,7 +104,7 @@ TEST(UpdateLogTest, AChecksumThatIsKnownIsWrittenAsItIs) {
   for (const uint32_t wrong : {0U, 1U}) {
     const std::string path = folder.path(std::to_string(wrong));
     UpdateLog(path, 1, [](const Record&) {
-    }).append(RecordKind::kPush, 5, bytes, crc32c(bytes) + wrong);
+    }).begin_append({.time = 5, .payload = bytes, .checksum = crc32c(bytes) + wrong});
     const std::string text = message_of<ConfigError>([&] {
       EXPECT_EQ(records_of(path), std::vector<Copy>({{1, RecordKind::kPush, 5, payload}}));
     });

@@ -36,7 +36,13 @@ std::byte* reserve(size_t bytes) {
 }  // namespace
 
 BufferPool::~BufferPool() {
+  release_free();
+}
+
+void BufferPool::release_free() {
+  const std::lock_guard lock(mutex_);
   for (const auto& [begin, bytes] : free_) ::munmap(begin, bytes);
+  free_.clear();
 }
 
 at::Tensor BufferPool::empty(const comm::ProcessGroup& group, int64_t numel,

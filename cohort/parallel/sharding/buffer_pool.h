@@ -34,6 +34,9 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   at::Tensor empty(const comm::ProcessGroup& group, int64_t numel,
                    const at::TensorOptions& options);
 
+  /// Gives all that no tensor has back to the system. Local.
+  void release_free();
+
  private:
   std::byte* take(size_t bytes);
   std::byte* take_free(size_t bytes);

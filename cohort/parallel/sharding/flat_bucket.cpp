@@ -189,7 +189,8 @@ at::Tensor FlatBucket::on_device(const at::Tensor& shard) const {
 }
 
 // For what comes and goes within a step, where the other ranks of `group`'s host can read it. Under
-// kOptimizer a sum's becomes the gradients': kept, it would be there beside all activations.
+// kOptimizer the buffer of a sum becomes the gradients: the pool would keep that memory beside all
+// activations.
 at::Tensor FlatBucket::buffer(const comm::ProcessGroup& group, int64_t numel,
                               at::ScalarType type) const {
   const at::TensorOptions options = full_.options().dtype(type);
@@ -237,6 +238,7 @@ void FlatBucket::show(size_t index, const at::Tensor& value) {
 // All units together, into memory that goes back afterwards: what ranks share stays.
 void FlatBucket::begin_unshard() {
   const at::NoGradGuard no_grad;
+  place_.pool->release_free();
   if (full_.scalar_type() == kept_type()) {
     if (content_ == Content::kStale) start_gather(sharded() ? at::empty_like(full_) : full_);
     return;
@@ -375,7 +377,12 @@ void FlatBucket::hold_gradients() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor gradient = dense_gradient(i);
     if (!gradient.defined()) continue;
-    if (!held_.defined()) held_ = buffer(group_, layout_.padded_numel(), travel_type()).zero_();
+    // Lives on between steps: no memory of the pool, which would keep it afterwards.
+    if (!held_.defined()) {
+      held_ =
+          comm::empty_shared(group_, layout_.padded_numel(), full_.options().dtype(travel_type()))
+              .zero_();
+    }
     view_of(held_, layout_.tensors()[i]).add_(gradient);
     had_.resize(parameters_.size());
     had_[i] = true;

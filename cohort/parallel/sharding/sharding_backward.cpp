@@ -128,7 +128,7 @@ void ShardingEngine::Impl::gradient_arrived(Bucket& bucket) {
 
 // Gradients travel while the next ones are computed: of two buckets, so that a short one does not
 // wait for a long one; more would hold memory. Where backward gathers, one: the next unit's
-// parameters travel behind the sum before, so that backward waits for both or for neither.
+// parameters travel behind the sum before, so that a second sum under way would not be waited for any later.
 void ShardingEngine::Impl::reduce(Bucket& bucket) {
   const size_t most = sharded() && options.reshard_after_forward ? 1 : 2;
   if (reductions.size() == most) finish_first_reduction();

@@ -318,8 +318,8 @@ void DurableState::change(RecordKind kind, std::span<const std::byte> payload,
     if (record.message) record.checksum = crc32c_of_checked(payload);
     record.number = append(record);
   }
-  kill_point("after the log");
-  is_broken_ = true;  // Unless it is applied, and written.
+  kill_point("after the log");  // A large push may be on its way to it.
+  is_broken_ = true;            // Unless it is applied, and written.
   state_.apply(record);
   if (update_log_) update_log_->finish_append();
   is_broken_ = false;
@@ -329,7 +329,9 @@ void DurableState::change(RecordKind kind, std::span<const std::byte> payload,
 
 uint64_t DurableState::append(const Record& record) {
   try {
-    const uint64_t number = update_log_->begin_append(record);
+    // A push of a step is only kept until the step is closed: there is nothing to do beside it.
+    const bool applied_now = record.kind == RecordKind::kPush && state_.job()->mode != Mode::kSync;
+    const uint64_t number = update_log_->begin_append(record, applied_now);
     log_failure_.clear();
     return number;
   } catch (const std::exception& error) {

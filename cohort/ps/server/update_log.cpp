@@ -356,18 +356,13 @@ bool UpdateLog::cut_off() {
          ::lseek(file_.get(), segment_bytes_, SEEK_SET) == segment_bytes_;
 }
 
-uint64_t UpdateLog::append(RecordKind kind, uint32_t time, std::span<const std::byte> payload,
-                           std::optional<uint32_t> checksum) {
-  return begin_append({.kind = kind, .time = time, .payload = payload, .checksum = checksum});
-}
-
-uint64_t UpdateLog::begin_append(Record record) {
+uint64_t UpdateLog::begin_append(Record record, bool beside) {
   TORCH_CHECK_VALUE(record.payload.size() < (size_t{1} << 31), "log: a record of ",
                     record.payload.size(), " bytes; expected less than 2 GiB");
   check_disk();
   record.number = next_number_;
   const int64_t bytes = bytes_of(record);
-  const bool may_wait = record.message && bytes >= kLeastBeside;
+  const bool may_wait = beside && record.message && bytes >= kLeastBeside;
   if (may_wait && !is_torn_ && is_reserved(bytes)) {
     beside_ = Beside{std::move(record), synced()};
     writer_.begin();

@@ -75,18 +75,14 @@ class UpdateLog {
   const std::string& cut_off_text() const { return cut_off_text_; }
 
   /// Hands a record to the system: it survives the death of this process.
-  /// `checksum`: of the payload, where it is known.
+  /// `record`: its number is ignored.
+  /// `beside`: a record of kLeastBeside bytes or more that has a `message` may be written beside the
+  ///           caller, until finish_append(), where there is reserved space for it. Nothing else is
+  ///           called before that.
   /// Returns: its number.
   /// Errors:  c10::Error that names the file and the system's reason (a full disk); unless the log
   ///          is broken it is then as before, and the next record may be tried.
-  uint64_t append(RecordKind kind, uint32_t time, std::span<const std::byte> payload,
-                  std::optional<uint32_t> checksum = std::nullopt);
-  /// As append; but a record of kLeastBeside bytes or more that has a `message` may be written
-  /// beside the caller, until finish_append(), where there is reserved space for it. Nothing else is
-  /// called before that.
-  /// `record`: its number is ignored.
-  /// Errors:  as append. A full disk is known here.
-  uint64_t begin_append(Record record);
+  uint64_t begin_append(Record record, bool beside = false);
   /// Waits until the record is written. Nothing may be shown before that of what it changed.
   /// Errors: c10::Error that names the file and the system's reason; the log is broken then.
   void finish_append();

@@ -77,8 +77,8 @@ Device make_device(const BackendRequest& request) {
 
 // Makes a device and finds where it listens: at the one endpoint that is new. Another thread of the
 // program may begin to listen at the same moment; then again. Each group has its own, with its
-// thread: a device reports a connection that comes after its group has given up to what that has
-// destroyed, so it must not outlive the group.
+// thread: a device that outlived its group would report late connections to objects that the group
+// has destroyed.
 Device make_device(const BackendRequest& request, Endpoint& endpoint) {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);

@@ -141,7 +141,7 @@ uint32_t hash_of_shape(uint32_t before, const at::Tensor& tensor);
 /// forbids them, or limits the size of files (`ulimit -f`).
 std::string memory_sharing();
 
-/// Why memory_sharing() is empty. Empty: it is not.
+/// Why memory_sharing() is empty; "" where it is not.
 std::string why_no_memory_sharing();
 
 /// The most ranks that a group of this backend has.

@@ -126,7 +126,7 @@ constexpr bool in_place(int64_t width) {
   return sizeof(T) == sizeof(AccOf<T>) && width % kScoresUnit == 0;
 }
 
-// Rows as products take them: in place, or widened in `scratch`, with zeros behind.
+// Rows as products take them: in place, which only types allow that sums run in, or widened in `scratch`, with zeros behind.
 template <class T>
 inline Rows<const AccOf<T>> take_rows(const Rows<const T>& x, int64_t rows, int64_t width,
                                       const Rows<AccOf<T>>& scratch) {
