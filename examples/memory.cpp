@@ -7,8 +7,9 @@
 //   bytes a parameter, after a step: 8.0
 //   bytes a parameter, at the peak: 10.4
 #include <atomic>
-#include <c10/core/impl/alloc_cpu.h>
-#include <malloc.h>
+#include <c10/core/Allocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <memory>
 #include <torch/torch.h>
 
 #include <cohort/base/error.h>
@@ -19,23 +20,14 @@
 
 namespace parallel = cohort::parallel;
 
-// libtorch's allocator, which counts the bytes of tensors on all threads.
-struct CountingAllocator final : c10::Allocator {
-  c10::DataPtr allocate(size_t size) override {
-    void* block = c10::alloc_cpu(size);
-    const int64_t sum = now += static_cast<int64_t>(malloc_usable_size(block));
+// The bytes of tensors, as allocators report them on this thread and those of its backward pass.
+struct TensorBytes : c10::MemoryReportingInfoBase {
+  void reportMemoryUsage(void*, int64_t bytes, size_t, size_t, c10::Device) override {
+    const int64_t sum = now += bytes;
     if (sum > peak) peak = sum;
-    return {block, block, &release, c10::DeviceType::CPU};
   }
-  static void release(void* block) {
-    now -= static_cast<int64_t>(malloc_usable_size(block));
-    c10::free_cpu(block);
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* to, const void* from, size_t size) const override {
-    default_copy_data(to, from, size);
-  }
-  static inline std::atomic<int64_t> now = 0, peak = 0;
+  bool memoryProfilingEnabled() const override { return true; }
+  std::atomic<int64_t> now = 0, peak = 0;
 };
 
 struct BlockImpl : torch::nn::Module {
@@ -68,9 +60,9 @@ struct NetImpl : torch::nn::Module {
 TORCH_MODULE(Net);
 
 int train(const std::string& strategy, bool recompute, bool disk, const std::string& title) {
-  static CountingAllocator bytes;
-  c10::SetAllocator(c10::DeviceType::CPU, &bytes);
-  // Over shm some tensors lie in memory that ranks share, which that allocator does not count.
+  const auto bytes = std::make_shared<TensorBytes>();
+  const c10::DebugInfoGuard counting(c10::DebugInfoKind::PROFILER_STATE, bytes);
+  // Over shm some memory is shared between ranks: `ulimit -d` does not limit that.
   auto group = cohort::init_process_group({.backend = "gloo"});
   torch::manual_seed(1);
   Net net(recompute);
@@ -82,20 +74,20 @@ int train(const std::string& strategy, bool recompute, bool disk, const std::str
   cohort::optim::Adam adam(model.named_parameters(), {.state_folder = disk ? "." : ""});
   int64_t after_step = 0;
   for (int step = 0; step < 2; ++step) {
-    bytes.peak = bytes.now.load();  // The first step is a warm-up.
+    bytes->peak = bytes->now.load();  // The first step is a warm-up.
     {
       const at::Tensor x = torch::randn({512, 512});
       torch::mse_loss(model(x), x.sin()).backward();
     }
     adam.step(1e-3);
-    after_step = bytes.now;  // With the gradients.
+    after_step = bytes->now;  // With the gradients.
     adam.zero_grad();
   }
   if (group.rank() == 0) {
     const auto a_parameter = [&](int64_t sum) { return double(sum) / double(num_parameters); };
     std::printf("%ld parameters on %d ranks, %s\n", num_parameters, group.size(), title.c_str());
     std::printf("bytes a parameter, after a step: %.1f\n", a_parameter(after_step));
-    std::printf("bytes a parameter, at the peak: %.1f\n", a_parameter(bytes.peak));
+    std::printf("bytes a parameter, at the peak: %.1f\n", a_parameter(bytes->peak));
   }
   group.close();
   return 0;
