@@ -38,7 +38,8 @@ TEST(BenchCommTest, ATerminalSeesProgressAndAFileNone) {
   const std::string command = bin("cohort-bench") +
                               " comm --min-bytes 4096 --max-bytes 4096 --rounds 2 --round-bytes "
                               "4096 --json ";
-  const Ended seen = shell("LC_ALL=C TERM=xterm script -qec '" + command + "> " + file + "' /dev/null");
+  const Ended seen =
+      shell("LC_ALL=C TERM=xterm script -qec '" + command + "> " + file + "' /dev/null");
   EXPECT_EQ(seen.code, 0) << seen.output;
   EXPECT_NE(seen.output.find("4096 bytes ["), std::string::npos) << seen.output;
   EXPECT_NE(seen.output.find(" 2/2 "), std::string::npos) << seen.output;

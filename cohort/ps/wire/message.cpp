@@ -134,6 +134,52 @@ KeptMemory& kept_memory() {
   return *kMemory;
 }
 
+// Reads section `i`, which begins at `position`, and moves that behind it.
+Section parse_section(std::span<const std::byte> bytes, uint32_t i, size_t& position) {
+  TORCH_CHECK_VALUE(bytes.size() - position >= sizeof(SectionHeader), "message: section ", i,
+                    " is cut off");
+  SectionHeader section;
+  std::memcpy(&section, bytes.data() + position, sizeof(section));
+  position += sizeof(section);
+  const size_t left = bytes.size() - position;
+  TORCH_CHECK_VALUE(section.kind == SectionKind::kRows || section.kind == SectionKind::kBlock,
+                    "message: section ", i, " has the unknown kind ",
+                    static_cast<uint32_t>(section.kind));
+  TORCH_CHECK_VALUE(section.flags <= (kNoIds | kNoValues | kBfloat16), "message: section ", i,
+                    " has unknown flags");
+  TORCH_CHECK_VALUE(section.width >= 1 && section.width <= kMaxWidth, "message: section ", i,
+                    " has width ", section.width);
+  const bool with_ids = section.kind == SectionKind::kRows && !(section.flags & kNoIds);
+  const bool with_values = !(section.flags & kNoValues);
+  const auto dtype = section.flags & kBfloat16 ? WireDtype::kBfloat16 : WireDtype::kFloat32;
+  // Without either the count is a number alone: nothing is taken for it here.
+  const size_t row_bytes =
+      (with_ids ? sizeof(uint64_t) : 0) + (with_values ? section.width * bytes_of(dtype) : 0);
+  TORCH_CHECK_VALUE(row_bytes == 0 || section.count <= left / row_bytes, "message: section ", i,
+                    ": ", section.count, " rows of ", section.width, " do not fit the bytes left, ",
+                    left);
+  Section view{
+      .kind = section.kind, .table = section.table, .width = section.width, .dtype = dtype};
+  if (with_ids) {
+    view.ids = {reinterpret_cast<const uint64_t*>(bytes.data() + position), section.count};
+    position += section.count * sizeof(uint64_t);
+  }
+  if (with_values) {
+    const size_t num_values = section.count * section.width;
+    const std::byte* const begin = bytes.data() + position;
+    if (dtype == WireDtype::kBfloat16) {
+      view.bfloat16s = {reinterpret_cast<const uint16_t*>(begin), num_values};
+    } else {
+      view.values = {reinterpret_cast<const float*>(begin), num_values};
+    }
+    const size_t padded_bytes = padded(num_values * bytes_of(dtype));
+    TORCH_CHECK_VALUE(padded_bytes <= bytes.size() - position, "message: section ", i,
+                      " is cut off");
+    position += padded_bytes;
+  }
+  return view;
+}
+
 }  // namespace
 
 Buffer::Buffer(size_t size) : size_(size) {
@@ -254,50 +300,8 @@ Message parse_message(std::span<const std::byte> bytes, Checksums checksums) {
                     "message: ", header.num_sections, " sections do not fit its ", bytes.size(),
                     " bytes");
   message.sections.reserve(header.num_sections);
-  for (uint32_t i = 0; i < header.num_sections; ++i) {
-    TORCH_CHECK_VALUE(bytes.size() - position >= sizeof(SectionHeader), "message: section ", i,
-                      " is cut off");
-    SectionHeader section;
-    std::memcpy(&section, bytes.data() + position, sizeof(section));
-    position += sizeof(section);
-    const size_t left = bytes.size() - position;
-    TORCH_CHECK_VALUE(section.kind == SectionKind::kRows || section.kind == SectionKind::kBlock,
-                      "message: section ", i, " has the unknown kind ",
-                      static_cast<uint32_t>(section.kind));
-    TORCH_CHECK_VALUE(section.flags <= (kNoIds | kNoValues | kBfloat16), "message: section ", i,
-                      " has unknown flags");
-    TORCH_CHECK_VALUE(section.width >= 1 && section.width <= kMaxWidth, "message: section ", i,
-                      " has width ", section.width);
-    const bool with_ids = section.kind == SectionKind::kRows && !(section.flags & kNoIds);
-    const bool with_values = !(section.flags & kNoValues);
-    const auto dtype = section.flags & kBfloat16 ? WireDtype::kBfloat16 : WireDtype::kFloat32;
-    // Without either the count is a number alone: nothing is taken for it here.
-    const size_t row_bytes =
-        (with_ids ? sizeof(uint64_t) : 0) + (with_values ? section.width * bytes_of(dtype) : 0);
-    TORCH_CHECK_VALUE(row_bytes == 0 || section.count <= left / row_bytes, "message: section ", i,
-                      ": ", section.count, " rows of ", section.width,
-                      " do not fit the bytes left, ", left);
-    Section view{
-        .kind = section.kind, .table = section.table, .width = section.width, .dtype = dtype};
-    if (with_ids) {
-      view.ids = {reinterpret_cast<const uint64_t*>(bytes.data() + position), section.count};
-      position += section.count * sizeof(uint64_t);
-    }
-    if (with_values) {
-      const size_t num_values = section.count * section.width;
-      const std::byte* const begin = bytes.data() + position;
-      if (dtype == WireDtype::kBfloat16) {
-        view.bfloat16s = {reinterpret_cast<const uint16_t*>(begin), num_values};
-      } else {
-        view.values = {reinterpret_cast<const float*>(begin), num_values};
-      }
-      const size_t padded_bytes = padded(num_values * bytes_of(dtype));
-      TORCH_CHECK_VALUE(padded_bytes <= bytes.size() - position, "message: section ", i,
-                        " is cut off");
-      position += padded_bytes;
-    }
-    message.sections.push_back(view);
-  }
+  for (uint32_t i = 0; i < header.num_sections; ++i)
+    message.sections.push_back(parse_section(bytes, i, position));
   TORCH_CHECK_VALUE(position == bytes.size(), "message: ", bytes.size() - position,
                     " bytes are left behind its sections");
   return message;
