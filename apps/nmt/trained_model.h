@@ -105,7 +105,8 @@ inline TrainedModel load_trained(const ModelPlace& place) {
 /// Errors: ConfigError if `output`, of the flag --output, holds a model.
 inline void expect_no_model(const std::string& output) {
   std::error_code error;  // save_model() meets it again.
-  if (std::filesystem::exists(std::filesystem::path(output) / "best", error))
+  // The last file to be written: what a full disk cut short is no model.
+  if (std::filesystem::exists(std::filesystem::path(output) / "best/manifest.json", error))
     throw ConfigError("--output " + output + " already holds a model: name another folder");
 }
 

@@ -742,6 +742,8 @@ TEST_F(NmtCommandTest, AQuantizedModelTranslatesAsOneQuantizedWhenLoaded) {
       shell(bin("cohort-nmt") + " " + train_flags("run") + "--after-epochs 4 --max-length 20");
   ASSERT_EQ(trained.code, 0) << trained.output;
   const std::string quantize = "quantize --model-dir " + path("run") + " --output ";
+  fs::create_directories(fs::path(path("q")) /
+                         "best");  // As one that a full disk cut short left it.
   const Ended quantized = shell(bin("cohort-nmt") + " " + quantize + path("q"));
   ASSERT_EQ(quantized.code, 0) << quantized.output;
   const auto nmt = [&](const std::string& command, const std::string& flags) {
