@@ -376,7 +376,7 @@ TEST(ShardingMisuseTest, AUnitThatWasPrefetchedAndLeftOutIsNamedInBackward) {
 }
 
 TEST(ShardingMisuseTest, AForwardWithinNoSyncOnOneRankOnlyIsNamed) {
-  expect_disagreement({"and each forward within no_sync on every rank or on none"}, "",
+  expect_disagreement({"and each forward and backward within no_sync on every rank or on none"}, "",
                       [](const ProcessGroup& group) {
                         Stack model;
                         FullyShardedDataParallel<Stack> sharded(

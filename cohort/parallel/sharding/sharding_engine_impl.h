@@ -115,8 +115,8 @@ void ShardingEngine::Impl::with_unit_context(size_t unit, const Body& body) {
     if (!facts.disagreement) throw;
     facts.cause +=
         "; sharding: expected every rank to run the same units in the same order, and to use the "
-        "same parameters of them" +
-        std::string(sharded() ? "" : ", and each forward within no_sync on every rank or on none") +
+        "same parameters of them, and each forward and backward within no_sync on every rank or "
+        "on none" +
         left_out(unit);
     throw PeerError(std::move(facts));
   }
