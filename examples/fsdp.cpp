@@ -45,7 +45,7 @@ int train() {
   Net net, alone;
   for (size_t i = 0; i < net->parameters().size(); ++i)
     alone->parameters()[i].data().copy_(net->parameters()[i]);
-  const at::Tensor all = torch::randn({64, 32}, at::kDouble);
+  const at::Tensor all = torch::randn({12 * group.size(), 32}, at::kDouble);
   const at::Tensor x = all.chunk(group.size())[static_cast<size_t>(group.rank())];
 
   parallel::FullyShardedDataParallel model(net, group);

@@ -6,6 +6,7 @@
 //   every parameter does: yes
 #include <torch/torch.h>
 
+#include <cohort/base/error.h>
 #include <cohort/base/program.h>
 #include <cohort/parallel/distributed_data_parallel.h>
 #include <cohort/parallel/sync_batch_norm.h>
@@ -20,7 +21,8 @@ torch::nn::Sequential make_net() {
 
 int train() {
   auto group = cohort::init_process_group();
-  TORCH_CHECK_VALUE(group.size() == 2, "expected 2 ranks, got ", group.size());
+  if (group.size() != 2)
+    throw cohort::ConfigError("expected 2 ranks, got " + std::to_string(group.size()));
   auto net = make_net(), alone = make_net();
   const at::Tensor all = torch::randn({32, 4}, at::kDouble);
   const at::Tensor x = all.split_with_sizes({24, 8})[static_cast<size_t>(group.rank())];
