@@ -2,9 +2,9 @@
 // The optimizers that servers run, on plain floats: a dense block or one row of a table.
 //
 // Every rule is made of operations on single elements, in float32 without fused multiply-add: the
-// bits depend neither on the machine nor on how a parameter is cut into blocks. Two need a sum, in
-// double and in a fixed order: row-wise Adagrad and the norm of clipping. They speak of the whole
-// row or block that they are given.
+// bits do not depend on the machine, nor, but for two, on how a parameter is cut into blocks. These
+// need a sum, in double and in a fixed order: row-wise Adagrad and the norm of clipping. They speak
+// of the whole row or block that they are given: a dense parameter on two servers is two blocks.
 #pragma once
 #include <cstdint>
 #include <span>

@@ -25,7 +25,8 @@ class PrefetchedRows;
 /// gradients of an id, and Session::push sends them.
 ///
 /// Made by Session::embedding. In evaluation (eval()) rows that are not there are zeros and none is
-/// made; there is no backward then.
+/// made, and a backward gives them no gradient. It is a module of its own: eval() and train() of the
+/// model do not reach it.
 /// Threads: one.
 class EmbeddingImpl : public torch::nn::Module {
  public:
