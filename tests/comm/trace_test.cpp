@@ -15,23 +15,15 @@
 #include "cohort/comm/process_group.h"
 
 #include "tests/base/temporary_folder.h"
+#include "tests/support/eventually.h"
 #include "tests/support/ranks.h"
 
 namespace cohort {
 namespace trace_test {
 
-using std::chrono::milliseconds;
-using std::chrono::seconds;
+using test::eventually;
 
-// Waits for a condition that another thread or process brings about; false after 40 seconds.
-bool eventually(const std::function<bool()>& condition) {
-  const auto limit = std::chrono::steady_clock::now() + seconds(40);
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > limit) return false;
-    std::this_thread::sleep_for(milliseconds(5));
-  }
-  return true;
-}
+constexpr std::chrono::seconds kLimit{40};
 
 TEST(TracePageTest, AReaderSeesTheLastRecord) {
   const TemporaryFolder folder;
@@ -151,12 +143,12 @@ TEST(StackReportTest, TheMainThreadsStackIsWrittenOnRequest) {
       " --gtest_filter=StackReportTest.TheMainThreadsStackIsWrittenOnRequest >/dev/null 2>&1 &";
   ASSERT_EQ(std::system(command.c_str()), 0);
   unsetenv("COHORT_TEST_STACK");
-  ASSERT_TRUE(eventually([&] { return !read_file(path + ".ready").empty(); }));
+  ASSERT_TRUE(eventually([&] { return !read_file(path + ".ready").empty(); }, kLimit));
   const pid_t pid = std::stoi(read_file(path + ".ready"));
   for (int i = 0; i < 2; ++i) {  // it answers more than once
     std::filesystem::remove(path);
     ASSERT_EQ(kill(pid, stack_signal()), 0);
-    ASSERT_TRUE(eventually([&] { return std::filesystem::exists(path); }));
+    ASSERT_TRUE(eventually([&] { return std::filesystem::exists(path); }, kLimit));
     const std::string stack = read_file(path);
     EXPECT_NE(stack.find("pause"), std::string::npos) << stack;
     EXPECT_NE(stack.find("__libc_start_main"), std::string::npos) << stack;
@@ -188,11 +180,13 @@ TEST(TraceTest, TheGroupKeepsItsPage) {
       EXPECT_EQ(describe(*mine).find("all_reduce(sum) of float32[4, 8] at trace_test.cpp:"), 0u)
           << describe(*mine);
       // The peer waits for us in the barrier.
-      EXPECT_TRUE(eventually([&] {
-        const auto theirs = TracePage::read(base + "1");
-        return theirs && theirs->state == TraceState::kWaiting && theirs->sequence == 2 &&
-               describe(*theirs).find("barrier \"here\" at trace_test.cpp:") == 0;
-      }));
+      EXPECT_TRUE(eventually(
+          [&] {
+            const auto theirs = TracePage::read(base + "1");
+            return theirs && theirs->state == TraceState::kWaiting && theirs->sequence == 2 &&
+                   describe(*theirs).find("barrier \"here\" at trace_test.cpp:") == 0;
+          },
+          kLimit));
     }
     group.barrier("here");
     // A guarded call that holds a collective: afterwards the outer one is under way again.

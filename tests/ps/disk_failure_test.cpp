@@ -16,7 +16,6 @@
 #include <span>
 #include <string>
 #include <sys/stat.h>
-#include <thread>
 #include <vector>
 
 #include "cohort/base/fd.h"
@@ -27,23 +26,16 @@
 #include "tests/ps/disk_calls.h"
 #include "tests/ps/file_size_limit.h"
 #include "tests/ps/scratch_folder.h"
+#include "tests/support/eventually.h"
 #include "tests/support/message_of.h"
 
 namespace cohort::ps {
 namespace disk_failure_test {
 
 namespace fs = std::filesystem;
+using cohort::test::eventually;
 using cohort::test::message_of;
 using disk_calls::Call;
-
-bool comes_true(const std::function<bool()>& condition) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > end) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
-  return true;
-}
 
 uint64_t append(UpdateLog& log, size_t bytes = 100) {
   const std::vector<std::byte> payload(bytes);
@@ -110,13 +102,13 @@ TEST_F(DiskFailureTest, WhatCouldNotBeWrittenStaysInMemory) {
     WriteBehind write_behind(100);
     write_behind.begin(path, 0);
     write_behind.grown_to(100, 1);
-    ASSERT_TRUE(comes_true([&] { return disk_calls::count(Call::kDropPages, path) == 1; }));
+    ASSERT_TRUE(eventually([&] { return disk_calls::count(Call::kDropPages, path) == 1; }));
     EXPECT_EQ(write_behind.error(), 0);
     EXPECT_EQ(write_behind.synced(), 1U);
     disk_calls::fail_next(Call::kFdatasync, EIO);
     write_behind.grown_to(200, 2);
     write_behind.grown_to(300, 3);  // Nor is it let go with what comes later.
-    ASSERT_TRUE(comes_true([&] { return write_behind.error() != 0; }));
+    ASSERT_TRUE(eventually([&] { return write_behind.error() != 0; }));
     EXPECT_EQ(write_behind.error(), EIO);
   }
   EXPECT_EQ(disk_calls::count(Call::kDropPages, path), 1);
@@ -130,7 +122,7 @@ TEST_F(DiskFailureTest, AFileThatCannotBeSyncedIsLeftToTheSystem) {
   write_behind.begin(path, 0);
   disk_calls::fail_next(Call::kFdatasync, EINVAL);
   int64_t bytes = 0;
-  ASSERT_TRUE(comes_true([&] {
+  ASSERT_TRUE(eventually([&] {
     write_behind.grown_to(bytes += 100, 1);
     return disk_calls::count(Call::kDropPages, path) > 0;
   }));
@@ -198,7 +190,7 @@ TEST_F(DiskFailureTest, ALogWhoseBytesDidNotReachTheDiskTakesNoMore) {
   UpdateLog log(folder_.path("log"), 1, [](const Record&) {});
   disk_calls::fail_next(Call::kFdatasync, EIO);
   std::string text;
-  ASSERT_TRUE(comes_true([&] {
+  ASSERT_TRUE(eventually([&] {
     text = message_of<c10::Error>([&] { append(log, size_t{4} << 20); });
     return text != "nothing was thrown";
   }));
@@ -264,7 +256,7 @@ TEST_F(BesideTest, ALargeRecordIsWrittenWithoutItsCallerWhereSpaceIsReserved) {
   EXPECT_EQ(length(), kRecordBytes) << "nothing was reserved for the first";
   log->finish_append();
   EXPECT_EQ(begin(*log), 2U);
-  ASSERT_TRUE(comes_true([&] { return length() == 2 * kRecordBytes; }));
+  ASSERT_TRUE(eventually([&] { return length() == 2 * kRecordBytes; }));
   log->finish_append();
   EXPECT_EQ(log->next_number(), 3U);
   for (int i = 2; i < 100; ++i) append_large(*log);
@@ -467,7 +459,7 @@ TEST_F(DiskFailureTest, ASnapshotIsOnTheDiskWhenItHasItsName) {
   const PushRows pushed{0, ids, gradients};
   client->push(std::span(&pushed, 1), {});
   client->flush();
-  ASSERT_TRUE(comes_true([&] { return !snapshot_in(cluster.folder(0)).empty(); }));
+  ASSERT_TRUE(eventually([&] { return !snapshot_in(cluster.folder(0)).empty(); }));
   cluster.end(0);
   const fs::path snapshot = snapshot_in(cluster.folder(0));
   ASSERT_FALSE(snapshot.empty());

@@ -29,13 +29,16 @@
 #include "tests/ps/cluster.h"
 #include "tests/ps/scratch_folder.h"
 #include "tests/ps/table_support.h"
+#include "tests/support/eventually.h"
 #include "tests/support/message_of.h"
 
 namespace cohort::ps {
 namespace table_threads_test {
 
+using test::eventually;
 using test::message_of;
 
+constexpr std::chrono::seconds kSoon{10};
 constexpr int64_t kWidth = 3;
 constexpr size_t kBatch = 9000;  // Enough to be divided among 8 threads.
 
@@ -52,16 +55,6 @@ std::multiset<std::string> names_of_threads() {
       if (name.starts_with("ps-table-")) names.insert(name);
   }
   return names;
-}
-
-// Whether `condition` holds within ten seconds.
-bool comes_true(const std::function<bool()>& condition) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > end) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return true;
 }
 
 // How often the thread ps-table-1 has gone to sleep.
@@ -118,12 +111,11 @@ TEST(TableThreadsTest, TheyHaveNamesAndEndWithTheirOwner) {
   {
     TableThreads threads(3);
     threads.run([](size_t) {});
-    EXPECT_TRUE(comes_true([] {
-      return names_of_threads() == std::multiset<std::string>{"ps-table-1", "ps-table-2"};
-    }));
+    const std::multiset<std::string> names{"ps-table-1", "ps-table-2"};
+    EXPECT_TRUE(eventually([&] { return names_of_threads() == names; }, kSoon));
   }
   // The system may list a thread for a moment after it was joined.
-  EXPECT_TRUE(comes_true([] { return names_of_threads().empty(); }));
+  EXPECT_TRUE(eventually([] { return names_of_threads().empty(); }, kSoon));
 }
 
 TEST(TableThreadsTest, TheirNumberIsChecked) {
@@ -233,10 +225,12 @@ TEST(TableThreadsTest, LargeOperationsAreDividedAndSmallOnesAreNot) {
   const auto wakes = [&](const std::function<void()>& operation) {
     // Asleep: two readings that are apart are equal.
     int64_t before = -1;
-    EXPECT_TRUE(comes_true([&] {
-      const int64_t now = sleeps_of_a_worker();
-      return std::exchange(before, now) == now && now > 0;
-    }));
+    EXPECT_TRUE(eventually(
+        [&] {
+          const int64_t now = sleeps_of_a_worker();
+          return std::exchange(before, now) == now && now > 0;
+        },
+        kSoon));
     operation();
     const auto woken = [&] { return sleeps_of_a_worker() > before; };
     return woken() || (std::this_thread::sleep_for(std::chrono::milliseconds(50)), woken());
