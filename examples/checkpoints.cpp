@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Save, save in the background, and load on another number of ranks: the first run stops at step
-// 20, the second one ends what it began.
+// 20, the others continue what it began.
 //
 //   $ cohort run --nproc-per-node 2 -- ./checkpoints
 //   2 ranks: steps 0 to 20
 //   $ cohort run --nproc-per-node 3 -- ./checkpoints
 //   3 ranks: steps 20 to 40
+//   the model is that of one process without a stop: yes
+//   $ ./checkpoints
+//   1 rank: steps 40 to 60
 //   the model is that of one process without a stop: yes
 #include <filesystem>
 #include <torch/torch.h>
@@ -55,7 +58,8 @@ int train() {
   cohort::checkpoint::save(model, optimizer, folder, {.step = begin + 20});  // and now this one.
 
   if (group.rank() == 0)
-    std::printf("%d ranks: steps %ld to %ld\n", group.size(), begin, begin + 20);
+    std::printf("%d rank%s: steps %ld to %ld\n", group.size(), group.size() == 1 ? "" : "s", begin,
+                begin + 20);
   if (begin > 0) {
     auto alone = make_net();
     auto forward = [&](const at::Tensor& x) { return alone->forward(x); };

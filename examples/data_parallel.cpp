@@ -3,6 +3,8 @@
 //
 //   $ cohort run --nproc-per-node 2 -- ./data_parallel
 //   2 ranks learnt y = 3.00 x + 1.00
+//   $ ./data_parallel
+//   1 rank learnt y = 3.00 x + 1.00
 #include <torch/torch.h>
 
 #include <cohort/base/program.h>
@@ -27,8 +29,8 @@ int train() {
     sgd.step();
   }
   if (group.rank() == 0) {
-    std::printf("%d ranks learnt y = %.2f x + %.2f\n", group.size(), model->weight.item<double>(),
-                model->bias.item<double>());
+    std::printf("%d rank%s learnt y = %.2f x + %.2f\n", group.size(), group.size() == 1 ? "" : "s",
+                model->weight.item<double>(), model->bias.item<double>());
   }
   group.close();
   return 0;

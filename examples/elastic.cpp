@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// A worker is killed, the launcher starts all of them again, and they resume from the last save.
+// A worker is killed, the launcher starts all of them again, and they resume from the last save. One
+// process alone then loads what they saved at the end.
 //
 //   $ cohort run --nproc-per-node 2 --max-restarts 1 -- ./elastic
 //   start 1: from step 0
 //   start 2: from step 20
 //   2 ranks learnt y = 3.00 x + 1.00
+//   $ ./elastic
+//   start 1: from step 40
+//   1 rank learnt y = 3.00 x + 1.00
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
@@ -42,8 +46,8 @@ int train() {
     if (step == 25 && num_restarts == 0 && group.rank() == 1) std::raise(SIGKILL);
   }
   if (group.rank() == 0) {
-    std::printf("%d ranks learnt y = %.2f x + %.2f\n", group.size(), model->weight.item<double>(),
-                model->bias.item<double>());
+    std::printf("%d rank%s learnt y = %.2f x + %.2f\n", group.size(), group.size() == 1 ? "" : "s",
+                model->weight.item<double>(), model->bias.item<double>());
   }
   group.close();
   return 0;

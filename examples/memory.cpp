@@ -85,7 +85,8 @@ int train(const std::string& strategy, bool recompute, bool disk, const std::str
   }
   if (group.rank() == 0) {
     const auto a_parameter = [&](int64_t sum) { return double(sum) / double(num_parameters); };
-    std::printf("%ld parameters on %d ranks, %s\n", num_parameters, group.size(), title.c_str());
+    std::printf("%ld parameters on %d rank%s, %s\n", num_parameters, group.size(),
+                group.size() == 1 ? "" : "s", title.c_str());
     std::printf("bytes a parameter, after a step: %.1f\n", a_parameter(after_step));
     std::printf("bytes a parameter, at the peak: %.1f\n", a_parameter(bytes->peak));
   }
