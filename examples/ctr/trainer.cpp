@@ -24,6 +24,7 @@
 #include "cohort/base/error.h"
 #include "cohort/base/fd.h"
 #include "cohort/base/system_error.h"
+#include "cohort/cli/counted.h"
 #include "cohort/cli/security_flags.h"
 #include "cohort/ps/endpoints.h"
 #include "cohort/ps/module/host_ranks.h"
@@ -36,6 +37,7 @@ namespace ctr {
 namespace {
 
 using cohort::ConfigError;
+using cohort::cli::counted;
 using cohort::ps::Training;
 using Clock = std::chrono::steady_clock;
 namespace fs = std::filesystem;
@@ -520,8 +522,7 @@ void Trainer::save(int64_t epoch) {
 
 void Trainer::tell_damaged(int64_t lines, const char* where) const {
   if (lines > 0)
-    console_.force_print("%lld malformed lines%s were left out\n", static_cast<long long>(lines),
-                         where);
+    console_.force_print("left out %s%s\n", counted(lines, "malformed line").c_str(), where);
 }
 
 // Waits until the servers have what all trainers pushed.
@@ -603,8 +604,8 @@ void Trainer::predict(const std::string& input, const std::string& output) {
       file.write(std::string_view(text));
     }
   });
-  std::fprintf(is_standard_output(output) ? stderr : stdout, "%lld predictions in %s\n",
-               static_cast<long long>(reader.counts().examples), output.c_str());
+  std::fprintf(is_standard_output(output) ? stderr : stdout, "%s in %s\n",
+               counted(reader.counts().examples, "prediction").c_str(), output.c_str());
 }
 
 void Trainer::finish() {
