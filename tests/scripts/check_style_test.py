@@ -4,7 +4,9 @@
 
 Usage: check_style_test.py SOURCE_FOLDER [CASES OF unittest]
 """
+import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -88,6 +90,28 @@ class CheckStyleTest(unittest.TestCase):
         self.dropped("(?i:old\\sphrase) new\n")
         self.assertEqual(self.run_on("// Old phrase, an old\n// phrase, old phrases.\n")[:2],
                          (1, "cohort/sample.h:2: expected new instead of Old phrase\n"))
+
+    def grpc_tests(self, target, source):
+        """Which names of a source of `target` are found, where tsan's target is tsan_test and it excludes what begins with Rpc."""
+        (self.tree / "CMakePresets.json").write_text(json.dumps(
+            {"buildPresets": [{"name": "tsan", "targets": ["tsan_test"]}],
+             "testPresets": [{"name": "tsan", "filter": {"exclude": {"name": "^Rpc|^Nets/"}}}]}))
+        folder = self.tree / "tests/ps"
+        folder.mkdir(exist_ok=True)
+        (folder / "CMakeLists.txt").write_text(f"# {LICENCE}cohort_add_test({target}\n  SOURCES a_test.cpp\n  DEPS x LABEL unit)\n")
+        (folder / "a_test.cpp").write_text(LICENCE + source)
+        return re.findall(r"tests/ps/a_test.cpp:(\d+): (\S+) runs through gRPC: expected a name", self.run_on(GOOD)[1])
+
+    def test_a_test_through_grpc_that_tsan_would_run_is_found(self):
+        source = ("// RpcServer\nclass Served {\n  RpcServer rpc_;\n};\n\nint help() {\n  Served served;\n}\n\n"
+                  "class FixedTest : public testing::Test {\n  int x_ = help();\n};\n\n"
+                  "TEST(Free, A) {\n  // RpcServer\n}\n\nTEST(Free, B) {\n  help();\n}\n\nTEST(RpcTest, C) {\n  help();\n}\n\n"
+                  "TEST_F(FixedTest, D) {}\n\nTEST_P(Wire, E) {\n  const auto channel = make_rpc_channel({});\n}\n\n"
+                  "TEST(Free, F) {}\n")
+        self.assertEqual(self.grpc_tests("tsan_test", source), [("19", "Free.B"), ("27", "FixedTest.D"), ("29", "Wire.E")])
+        instantiated = source + "INSTANTIATE_TEST_SUITE_P(Nets, Wire, testing::Bool());\n"
+        self.assertEqual(self.grpc_tests("tsan_test", instantiated), [("19", "Free.B"), ("27", "FixedTest.D")])
+        self.assertEqual(self.grpc_tests("other_test", source), [])
 
 
 if __name__ == "__main__":
