@@ -23,6 +23,17 @@ namespace {
 
 namespace fs = std::filesystem;
 
+// The programs that a whole build makes beside this one.
+struct Command {
+  const char *name, *arguments, *text;
+};
+constexpr Command kCommands[] = {
+    {"nmt", " COMMAND ...", "trains a translator and translates with it"},
+    {"ps", " COMMAND ...", "runs and queries parameter servers"},
+    {"checkpoint", " COMMAND ...", "inspects, verifies and merges checkpoints"},
+    {"doctor", "", "reports the hardware and what a model needs"},
+    {"bench", " COMMAND ...", "measures this machine and network"}};
+
 fs::path own_folder() {
   return fs::read_symlink("/proc/self/exe").parent_path();
 }
@@ -58,6 +69,12 @@ std::string joined(const std::vector<std::string>& words) {
 int execute_beside(const std::string& command, char** argv) {
   const auto known = known_commands();
   if (std::find(known.begin(), known.end(), command) == known.end()) {
+    for (const Command& other : kCommands) {
+      if (command == other.name)
+        throw cohort::ConfigError("cohort " + command + ": expected " +
+                                  (own_folder() / ("cohort-" + command)).string() +
+                                  ", got no such program; build it with scripts/build");
+    }
     throw cohort::ConfigError(
         (command.empty() ? "no command" : "unknown command '" + command + "'") +
         ": expected one of " + joined(known) + ", --help, --version");
@@ -73,19 +90,11 @@ int print_help() {
       "Usage: cohort COMMAND [FLAGS]\n\n"
       "Commands:\n"
       "  cohort run --nproc-per-node N -- PROGRAM ...   starts a program on N ranks\n");
-  struct Line {
-    std::string name, arguments;
-    const char* text;
-  };
-  for (const Line& line :
-       {Line{"nmt", " COMMAND ...", "trains a translator and translates with it"},
-        {"ps", " COMMAND ...", "runs and queries parameter servers"},
-        {"checkpoint", " COMMAND ...", "inspects, verifies and merges checkpoints"},
-        {"doctor", "", "reports the hardware and what a model needs"},
-        {"bench", " COMMAND ...", "measures this machine and network"}}) {
-    const auto known = commands_beside();
-    if (std::find(known.begin(), known.end(), line.name) == known.end()) continue;
-    std::printf("  %-45s  %s\n", ("cohort " + line.name + line.arguments).c_str(), line.text);
+  const auto known = commands_beside();
+  for (const Command& command : kCommands) {
+    if (std::find(known.begin(), known.end(), command.name) == known.end()) continue;
+    const std::string usage = std::string("cohort ") + command.name + command.arguments;
+    std::printf("  %-45s  %s\n", usage.c_str(), command.text);
   }
   std::printf(
       "  cohort completion bash                         prints a shell completion script\n\n"

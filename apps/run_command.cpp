@@ -301,8 +301,13 @@ void take_trainers(const Words& words, RunOptions& options) {
   options.nproc_per_node = words.trainers;
 }
 
-std::string program_beside(const std::string& name) {
-  return (std::filesystem::read_symlink("/proc/self/exe").parent_path() / name).string();
+std::string server_program() {
+  const auto path = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "cohort-ps";
+  if (!std::filesystem::exists(path))
+    throw ConfigError("--servers: expected " + path.string() +
+                      ", got no such program; build it with scripts/build, or name one in "
+                      "--server-program");
+  return path.string();
 }
 
 }  // namespace
@@ -323,9 +328,12 @@ int run_command(int argc, char** argv) {
   words.has_rdzv_timeout = app.count("--rdzv-timeout") > 0;
   read_words(words, options);
   if (app.count("--trainers") > 0) take_trainers(words, options);
-  if (options.servers.program.empty()) options.servers.program = program_beside("cohort-ps");
   if (options.elastic() && app.count("--node-rank") > 0) {
     throw ConfigError("--node-rank: expected none with --rdzv-endpoint, which numbers the nodes");
+  }
+  if (options.servers.count > 0 && options.servers.program.empty()) {
+    cohort::launch::validate(options);  // A bad flag is named first.
+    options.servers.program = server_program();
   }
   return cohort::launch::run(options);
 }

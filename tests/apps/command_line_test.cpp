@@ -79,6 +79,28 @@ TEST(HelpTest, ValuesOfSeveralKindsAreNamed) {
   }
 }
 
+// As after `scripts/build programs`.
+TEST(DispatchTest, AProgramThatIsNotBuiltIsNamedWithWhatBuildsIt) {
+  const std::string copy = "d=$(mktemp -d); cp " + bin("cohort") + " $d; cd $d; ";
+  for (const std::string name : {"ps", "doctor", "bench", "checkpoint", "nmt"}) {
+    const Ended ended = shell(copy + "./cohort " + name + "; code=$?; rm -r $d; exit $code");
+    EXPECT_EQ(ended.code, 2);
+    EXPECT_EQ(ended.output.find("cohort: error: cohort " + name + ": expected /"), 0U)
+        << ended.output;
+    EXPECT_NE(ended.output.find("/cohort-" + name +
+                                ", got no such program; build it with scripts/build\n"),
+              std::string::npos)
+        << ended.output;
+  }
+  const Ended servers =
+      shell(copy + "./cohort run --servers 1 -- true; code=$?; rm -r $d; exit $code");
+  EXPECT_EQ(servers.code, 2);
+  EXPECT_NE(servers.output.find("/cohort-ps, got no such program; build it with scripts/build, or "
+                                "name one in --server-program\n"),
+            std::string::npos)
+      << servers.output;
+}
+
 // The backend would transfer nothing: the ranks' tensors are on the CPU, and Gloo would take them
 // without an error.
 TEST(BackendFlagTest, ABackendOfAnotherDeviceIsRefused) {
