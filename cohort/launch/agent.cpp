@@ -27,7 +27,9 @@ Agent::Agent(const RunOptions& options, const WorkerFunction& function)
     : options_(options),
       function_(function),
       program_(find_program(options.command.front())),
-      logs_(options.log_dir) {}
+      logs_(options.log_dir, options.elastic() || options.nnodes.max > 1
+                                 ? LogSharing::kSeveralNodes
+                                 : LogSharing::kOneLauncher) {}
 
 Agent::~Agent() = default;
 

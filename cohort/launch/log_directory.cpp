@@ -3,15 +3,17 @@
 
 #include <cerrno>
 #include <cstring>
+#include <fcntl.h>
 #include <filesystem>
 #include <stdlib.h>
+#include <sys/file.h>
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
 
 namespace cohort::launch {
 
-LogDirectory::LogDirectory(const std::string& requested) {
+LogDirectory::LogDirectory(const std::string& requested, LogSharing sharing) {
   if (!requested.empty()) {
     std::error_code error;
     std::filesystem::create_directories(requested, error);
@@ -20,6 +22,7 @@ LogDirectory::LogDirectory(const std::string& requested) {
                         (error ? error.message() : "a file"));
     }
     path_ = std::filesystem::canonical(requested).string();
+    lock(sharing);
     return;
   }
   std::string name = env_string("TMPDIR").value_or("/tmp") + "/cohort-XXXXXX";
@@ -34,6 +37,18 @@ LogDirectory::LogDirectory(const std::string& requested) {
 LogDirectory::~LogDirectory() {
   std::error_code ignored;
   if (temporary_) std::filesystem::remove_all(path_, ignored);
+}
+
+// On the folder itself, so that no file of its own lies among the logs.
+void LogDirectory::lock(LogSharing sharing) {
+  lock_ = Fd(::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  const int kind = sharing == LogSharing::kOneLauncher ? LOCK_EX : LOCK_SH;
+  if (::flock(lock_.get(), kind | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+    throw ConfigError(
+        "--log-dir " + path_ +
+        ": expected a folder without a running job, got that of another `cohort run`; "
+        "give each job a folder of its own");
+  }
 }
 
 }  // namespace cohort::launch

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // `cohort run` from outside, where nothing goes wrong but the command line.
 #include <algorithm>
+#include <filesystem>
+#include <fstream>
 #include <gtest/gtest.h>
 #include <signal.h>
 
@@ -86,6 +88,45 @@ TEST(RunTest, EachStreamOfEachRankHasItsLog) {
     EXPECT_EQ(read_file(logs.path() + "/a/b/rank" + rank + ".stdout.log"), "out " + rank + "\n");
     EXPECT_EQ(read_file(logs.path() + "/a/b/rank" + rank + ".stderr.log"), "err " + rank + "\n");
   }
+}
+
+TEST(RunTest, ASecondJobInTheFolderOfLogsIsRefusedByName) {
+  const TemporaryFolder folder;
+  const std::string logs = folder.path() + "/logs", go = folder.path() + "/go";
+  const std::string waits = "echo first; until [ -e " + go + " ]; do sleep 0.01; done";
+  Launched first(cohort_run_sh({"--log-dir", logs}, waits));
+  first.read_lines(1);
+  const std::string port = std::to_string(listen_for_store(Reach::kLoopback, 0).port);
+  const auto node = [&](const std::string& rank) {
+    return Lines{"--nnodes",      "2",  "--node-rank", rank, "--master-addr", "127.0.0.1",
+                 "--master-port", port, "--log-dir",   logs};
+  };
+  const auto expect_refused = [&](const Lines& flags) {
+    Launched second(cohort_run_sh(flags, "echo second"));
+    const Ended refused = second.wait();
+    EXPECT_EQ(refused.exit_code, 2);
+    EXPECT_EQ(refused.err, "cohort run: error: --log-dir " + logs +
+                               ": expected a folder without a running job, got that of another "
+                               "`cohort run`; give each job a folder of its own\n");
+  };
+  expect_refused({"--log-dir", logs});
+  expect_refused(node("0"));
+  std::ofstream(go).flush();
+  EXPECT_EQ(first.wait().exit_code, 0);
+  EXPECT_EQ(read_file(logs + "/rank0.stdout.log"), "first\n");
+  std::filesystem::remove(go);
+
+  // Nodes of one job share it, and a launcher that was killed leaves it free.
+  Launched node0(cohort_run_sh(node("0"), waits));
+  node0.read_lines(1);
+  Launched node1(cohort_run_sh(node("1"), "echo $RANK"));
+  EXPECT_EQ(node1.wait().exit_code, 0);
+  EXPECT_EQ(read_file(logs + "/rank1.stdout.log"), "1\n");
+  expect_refused({"--log-dir", logs});
+  node0.send(SIGKILL);
+  node0.wait();
+  Launched next(cohort_run_sh({"--log-dir", logs}, "echo next"));
+  EXPECT_EQ(next.wait().exit_code, 0);
 }
 
 TEST(RunTest, LinesThatARankForcesAreShown) {
