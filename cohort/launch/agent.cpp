@@ -205,7 +205,10 @@ int Agent::finish(const std::string& text, int code) {
     logs_.keep();
     print_line(text);
   }
-  if (logs_.stays()) print_line("logs are in " + log_dir_);
+  if (logs_.stays()) {
+    const bool with_state = servers_ && options_.servers.folder.empty();
+    print_line((with_state ? "logs and the servers' state are in " : "logs are in ") + log_dir_);
+  }
   // All workers are gone. Signals until now asked for that; from here on a signal may end this
   // process by default, in case a reader has stalled.
   while (signals_.next()) {

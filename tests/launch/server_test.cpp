@@ -250,6 +250,33 @@ TEST(ServerRunTest, SignalsReachServersOnlyAfterTheTrainers) {
   EXPECT_NE(job.log(0).find("stopped"), std::string::npos);
 }
 
+// Without --server-dir: what an interrupted job leaves is named, and a job that succeeds leaves
+// nothing.
+TEST(ServerRunTest, StateThatStaysBesideTheLogsIsNamed) {
+  const Job job("echo state > \"$9/state\"\ntrap 'exit 0' TERM\nwhile :; do sleep 0.01; done\n");
+  const auto command = [&](const std::string& then) {
+    return cohort_run_sh({"--servers", "1", "--server-program", job.path("server")},
+                         "until [ -s $COHORT_LOG_DIR/servers/server.0/state ]; do sleep 0.01; done;"
+                         "echo $COHORT_LOG_DIR;" +
+                             then);
+  };
+  Launched interrupted(command("exec sleep 1000"));
+  std::string logs = interrupted.read_lines(1);
+  logs.pop_back();
+  interrupted.send(SIGINT);
+  const Ended ended = interrupted.wait();
+  EXPECT_EQ(ended.exit_code, 128 + SIGINT);
+  EXPECT_EQ(ended.err,
+            "cohort run: stopped by signal 2 (Interrupt)\n"
+            "cohort run: logs and the servers' state are in " +
+                logs + "\n");
+  EXPECT_EQ(read_file(logs + "/servers/server.0/state"), "state\n");
+
+  Launched succeeded(command("exit 0"));
+  EXPECT_EQ(succeeded.wait().err, "");
+  EXPECT_EQ(succeeded.temporary().names(), Lines{});
+}
+
 TEST(ServerRunTest, AKilledLauncherLeavesNoServer) {
   const Job job(std::string("echo $$ > \"$9/pid\"\n") + kServes);
   Launched run(job.run({"--servers", "1"}, "sleep 1000"));
