@@ -139,14 +139,15 @@ void BenchComm::add_to(CLI::App& app) {
   app.add_option("--step-factor", factor_, "Factor from one size to the next")
       ->capture_default_str()
       ->check(CLI::Range(2, 1024));
-  app.add_option("--rounds", rounds_, "Rounds, of which the median counts")
+  app.add_option("--rounds", rounds_, "Number of rounds; the median is reported")
       ->capture_default_str()
       ->check(cli::above_zero());
   app.add_flag("--registered", registered_,
-               "Also measure each backend that has such memory with tensors that lie in memory "
-               "which all ranks of a host see, as gradient buckets do");
-  app.add_option("--round-bytes", round_bytes_,
-                 "Bytes of all calls of a round together; 4 to 2000 calls")
+               "Also measure with tensors in memory that the ranks of a host share, as gradient "
+               "buckets are, where the backend has such memory");
+  app.add_option(
+         "--round-bytes", round_bytes_,
+         "Bytes that the calls of a round send together, which sets their number, 4 to 2000")
       ->capture_default_str()
       ->check(cli::above_zero());
   app.add_flag("--copy", copy_, "Also measure a plain copy of each size, on all ranks at once");

@@ -87,10 +87,9 @@ void add_job_flags(CLI::App& app, RunOptions& options, Words& words) {
                  "Maximum number of restarts after a worker failed")
       ->capture_default_str()
       ->group(group);
-  app.add_option(
-         "--restart-policy", words.restart_policy,
-         "What restarts: all workers (group), or the failed one (single; only trainers of servers "
-         "without a process group)")
+  app.add_option("--restart-policy", words.restart_policy,
+                 "What restarts: all workers (group), or only the failed one (single; for trainers "
+                 "of parameter servers that form no process group)")
       ->capture_default_str()
       ->check(one_of({"group", "single"}))
       ->group(group);
@@ -164,7 +163,7 @@ void add_server_flags(CLI::App& app, RunOptions& options, Words& words) {
       ->type_name("LIST")
       ->group(group);
   app.add_option("--trainers", words.trainers,
-                 "Number of trainers: --nproc-per-node of a job with servers")
+                 "Number of trainers of --servers: another name of --nproc-per-node")
       ->type_name("N")
       ->capture_default_str()
       ->excludes("--nproc-per-node")
@@ -208,14 +207,15 @@ void add_output_flags(CLI::App& app, RunOptions& options, Words& words) {
          "Folder of the workers' logs (default: a temporary one, kept only after a failure)")
       ->type_name(kFolder)
       ->group(group);
-  app.add_option("--tee", words.tee,
-                 "Ranks whose output is also shown: rank0 (and lines of others that begin with "
-                 "'[rank R] '), all, none, or in torchrun's form: "
-                 "3, or 0:1,1:2 (local rank:1 stdout, 2 stderr, 3 both)")
+  app.add_option(
+         "--tee", words.tee,
+         "Ranks whose output is also shown: rank0 (and lines of others that begin with '[rank R] "
+         "'), all, none, or streams as torchrun numbers them (1 stdout, 2 stderr, 3 both): 3 for "
+         "every local rank, 0:1,1:2 for the stdout of local rank 0 and the stderr of 1")
       ->capture_default_str()
       ->group(group);
   app.add_option("--redirects", words.redirects,
-                 "Streams of rank 0 that go only to log files, in the form of --tee's numbers")
+                 "Streams of rank 0 that go only to log files, numbered as in --tee")
       ->capture_default_str()
       ->group(group);
   app.add_option("--watch", words.watch, "Interval between tables of the ranks' state (0: never)")
@@ -236,7 +236,8 @@ void add_failure_flags(CLI::App& app, Words& words) {
       ->capture_default_str()
       ->group(group);
   app.add_flag(both_spellings("--no-python"), words.no_python,
-               "Accepted, no effect: programs never run through Python");
+               "Accepted, no effect: programs never run through Python")
+      ->group("Job");
 }
 
 void describe(CLI::App& app, RunOptions& options, Words& words) {

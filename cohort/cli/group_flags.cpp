@@ -45,9 +45,9 @@ void add_device_flags(CLI::App& app, GroupFlags& flags) {
       ->type_name("NAME")
       ->capture_default_str()
       ->group(kSection);
-  app.add_option("--devices", flags.devices,
-                 "Numbers of CUDA devices: of this host's ranks the first computes on the first "
-                 "of them, and so on")
+  app.add_option(
+         "--devices", flags.devices,
+         "CUDA devices by number, one for each rank of this host, in the order of local ranks")
       ->type_name("N")
       ->excludes("--device")
       ->group(kSection);

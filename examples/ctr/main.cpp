@@ -59,15 +59,15 @@ void add_table_flags(CLI::App& app, ctr::TableLimits& limits) {
           cohort::cli::number_that([](double n) { return n < kMaxMebibytes; }, "less than 2^40"))
       ->group(kTable);
   app.add_option("--at-cap", limits.at_cap,
-                 "At that limit: refuse new rows, evict the least used ones, or spill rows to the "
-                 "disk (default: refuse)")
+                 "At the limit of --table-memory-mib: refuse new rows, evict the least used ones, "
+                 "or spill rows to the disk (default: refuse)")
       ->check(cohort::cli::one_of({"refuse", "evict_least_used", "spill"}))
       ->group(kTable);
   CLI::Option* after = app.add_option("--admit-after", limits.admit_after,
-                                      "Make a category's row at its N-th push, 1 to 256")
+                                      "Create a category's row only at its N-th push, 1 to 256")
                            ->group(kTable);
   app.add_option("--admit-probability", limits.admit_probability,
-                 "Probability that a push makes the row of a category without one")
+                 "Probability that a push creates the row of a category that has none")
       ->group(kTable)
       ->excludes(after);
   app.add_option("--row-ttl", limits.row_ttl_s,
@@ -93,12 +93,12 @@ void add_training_flags(CLI::App& app, Options& o) {
       ->check(zero_or_more())
       ->capture_default_str();
   app.add_option("--lr", o.learning_rate,
-                 "Learning rate of the network under Adam, for each push; under async not divided "
-                 "by the number of trainers")
+                 "Learning rate of the network (Adam), applied to each push; --mode async does not "
+                 "divide it by the number of trainers")
       ->check(above_zero())
       ->capture_default_str();
   app.add_option("--row-lr", o.row_learning_rate,
-                 "Learning rate of rows under row-wise Adagrad, for each push likewise")
+                 "Learning rate of rows (row-wise Adagrad), applied to each push as --lr")
       ->check(above_zero())
       ->capture_default_str();
   app.add_option("--max-staleness", o.max_staleness,

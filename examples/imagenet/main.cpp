@@ -27,7 +27,8 @@ using imagenet::Options;
 void add_model_flags(CLI::App& app, Options& o) {
   app.add_option("-a,--arch", o.arch, "resnet18, resnet34, resnet50, resnet101 or resnet152")
       ->capture_default_str();
-  app.add_flag("--sync-bn", o.sync_bn, "Normalise over the batches of all ranks");
+  app.add_flag("--sync-bn", o.sync_bn,
+               "Batch normalisation over the batches of all ranks (SyncBatchNorm)");
   app.add_option("--precision", o.precision,
                  "float32, float64, or bfloat16 or float16: convolutions and products in it, "
                  "parameters in float32 (autocast)")
@@ -39,9 +40,10 @@ void add_model_flags(CLI::App& app, Options& o) {
   app.add_flag("--channels-last", o.channels_last,
                "Keep the channels of a pixel together in memory, as torch.channels_last: faster on "
                "a CPU");
-  app.add_option("--strategy", o.strategy,
-                 "What of the model each rank holds (docs/strategies.md), or parameter servers, "
-                 "synchronous or asynchronous")
+  app.add_option(
+         "--strategy", o.strategy,
+         "Which part of the model each rank holds (docs/strategies.md), or parameter servers, "
+         "synchronous or asynchronous")
       ->check(cohort::cli::one_of(
           {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "ps-sync", "ps-async"}))
       ->capture_default_str();
