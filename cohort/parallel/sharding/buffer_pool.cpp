@@ -4,7 +4,6 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>
 #include <cstdint>
-#include <iterator>
 #include <sys/mman.h>
 
 #include "cohort/comm/shared_tensor.h"
@@ -41,8 +40,8 @@ BufferPool::~BufferPool() {
 
 void BufferPool::release_free() {
   const std::lock_guard lock(mutex_);
-  for (const auto& [begin, bytes] : free_) ::munmap(begin, bytes);
-  free_.clear();
+  for (const auto& [begin, bytes] : free_.take_all())
+    ::munmap(reinterpret_cast<void*>(begin), bytes);
 }
 
 at::Tensor BufferPool::empty(const comm::ProcessGroup& group, int64_t numel,
@@ -65,21 +64,19 @@ at::Tensor BufferPool::empty(const comm::ProcessGroup& group, int64_t numel,
 
 std::byte* BufferPool::take(size_t bytes) {
   const std::lock_guard lock(mutex_);
-  std::byte* begin = take_free(bytes);
-  return begin ? begin : assemble(bytes);
+  const auto begin = free_.take(bytes);
+  return begin ? reinterpret_cast<std::byte*>(*begin) : assemble(bytes);
 }
 
 // Of pages from pieces that are too short, and of new ones.
 std::byte* BufferPool::assemble(size_t bytes) {
   std::byte* begin = reserve(bytes);
   size_t moved = 0;
-  for (; moved < bytes && !free_.empty(); moved += kHugePage) {
-    const auto last = std::prev(free_.end());
-    last->second -= kHugePage;
-    std::byte* from = last->first + last->second;
-    if (last->second == 0) free_.erase(last);
-    check_memory(::mremap(from, kHugePage, kHugePage, MREMAP_MAYMOVE | MREMAP_FIXED,
-                          begin + moved) != MAP_FAILED,
+  for (; moved < bytes; moved += kHugePage) {
+    const auto page = free_.take(kHugePage);
+    if (!page) break;
+    check_memory(::mremap(reinterpret_cast<void*>(*page), kHugePage, kHugePage,
+                          MREMAP_MAYMOVE | MREMAP_FIXED, begin + moved) != MAP_FAILED,
                  bytes);
   }
   if (moved == bytes) return begin;
@@ -88,35 +85,9 @@ std::byte* BufferPool::assemble(size_t bytes) {
   return begin;
 }
 
-// Of the shortest piece that is long enough: long ones stay whole. Null: there is none.
-std::byte* BufferPool::take_free(size_t bytes) {
-  auto best = free_.end();
-  for (auto piece = free_.begin(); piece != free_.end(); ++piece) {
-    if (piece->second >= bytes && (best == free_.end() || piece->second < best->second))
-      best = piece;
-  }
-  if (best == free_.end()) return nullptr;
-  const auto [begin, length] = *best;
-  free_.erase(best);
-  if (length > bytes) free_.emplace(begin + bytes, length - bytes);
-  return begin;
-}
-
 void BufferPool::give_back(std::byte* begin, size_t bytes) {
   const std::lock_guard lock(mutex_);
-  auto next = free_.lower_bound(begin);
-  if (next != free_.end() && begin + bytes == next->first) {
-    bytes += next->second;
-    next = free_.erase(next);
-  }
-  if (next != free_.begin()) {
-    const auto before = std::prev(next);
-    if (before->first + before->second == begin) {
-      before->second += bytes;
-      return;
-    }
-  }
-  free_.emplace(begin, bytes);
+  free_.give_back(reinterpret_cast<size_t>(begin), bytes);
 }
 
 }  // namespace cohort::parallel

@@ -3,10 +3,10 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <cstddef>
-#include <map>
 #include <memory>
 #include <mutex>
 
+#include "cohort/base/free_pieces.h"
 #include "cohort/comm/process_group.h"
 
 namespace cohort::parallel {
@@ -39,12 +39,11 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
 
  private:
   std::byte* take(size_t bytes);
-  std::byte* take_free(size_t bytes);
   std::byte* assemble(size_t bytes);
   void give_back(std::byte* begin, size_t bytes);
 
   std::mutex mutex_;
-  std::map<std::byte*, size_t> free_;  // bytes by address; no two touch
+  FreePieces free_;  // by address
 };
 
 }  // namespace cohort::parallel

@@ -3,9 +3,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <algorithm>
 #include <c10/core/CPUAllocator.h>
-#include <iterator>
 #include <utility>
 
 namespace cohort::comm {
@@ -40,46 +38,21 @@ void Arena::retire() {
   retired_ = true;
 }
 
-// The shortest piece that is long enough: long ones stay whole.
+// Grows by what the free piece at the end lacks, if no piece is long enough.
 std::optional<size_t> Arena::take(size_t bytes) {
   const std::lock_guard lock(mutex_);
-  auto best = free_.end();
-  for (auto piece = free_.begin(); piece != free_.end(); ++piece) {
-    if (piece->second >= bytes && (best == free_.end() || piece->second < best->second))
-      best = piece;
-  }
-  if (best != free_.end()) {
-    const auto [offset, length] = *best;
-    free_.erase(best);
-    if (length > bytes) free_.emplace(offset + bytes, length - bytes);
-    return offset;
-  }
-  auto last = free_.empty() ? free_.end() : std::prev(free_.end());
-  if (last != free_.end() && last->first + last->second != end_) last = free_.end();
-  const size_t offset = last == free_.end() ? end_ : last->first;
-  if (bytes > bytes_ - offset) return std::nullopt;
-  memory_->commit(begin_ + end_, offset + bytes - end_);
-  if (last != free_.end()) free_.erase(last);
-  end_ = offset + bytes;
-  return offset;
+  if (const auto offset = free_.take(bytes)) return offset;
+  const size_t missing = bytes - free_.bytes_before(end_);
+  if (missing > bytes_ - end_) return std::nullopt;
+  memory_->commit(begin_ + end_, missing);
+  free_.give_back(end_, missing);
+  end_ += missing;
+  return free_.take(bytes);
 }
 
 void Arena::give_back(size_t offset, size_t bytes) {
   const std::lock_guard lock(mutex_);
-  if (retired_) return;
-  auto next = free_.lower_bound(offset);
-  if (next != free_.end() && offset + bytes == next->first) {
-    bytes += next->second;
-    next = free_.erase(next);
-  }
-  if (next != free_.begin()) {
-    const auto before = std::prev(next);
-    if (before->first + before->second == offset) {
-      before->second += bytes;
-      return;
-    }
-  }
-  free_.emplace(offset, bytes);
+  if (!retired_) free_.give_back(offset, bytes);
 }
 
 }  // namespace cohort::comm

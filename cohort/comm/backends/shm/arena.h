@@ -3,11 +3,11 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <cstddef>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 
+#include "cohort/base/free_pieces.h"
 #include "cohort/comm/backends/shm/shared_memory.h"
 
 namespace cohort::comm {
@@ -45,8 +45,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   const size_t begin_;
   const size_t bytes_;
   std::mutex mutex_;
-  std::map<size_t, size_t> free_;  // bytes by offset; no two touch
-  size_t end_ = 0;                 // up to here there is memory
+  FreePieces free_;  // by offset
+  size_t end_ = 0;   // up to here there is memory
   bool retired_ = false;
 };
 
