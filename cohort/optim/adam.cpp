@@ -23,7 +23,10 @@ std::vector<double> gradient_norms_squared(const std::vector<at::Tensor>& parame
   }
   for (const auto& [device, indices] : places) {
     std::vector<at::Tensor> grads;
-    for (const size_t i : indices) grads.push_back(parameters[i].grad());
+    for (const size_t i : indices) {
+      const at::Tensor& grad = parameters[i].grad();
+      grads.push_back(grad.is_sparse() ? grad.coalesce().values() : grad);
+    }
     // In the gradients' own types unless one is a low one: another would cost a copy.
     std::optional<at::ScalarType> type;
     for (const at::Tensor& grad : grads)

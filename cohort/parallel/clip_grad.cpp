@@ -25,8 +25,12 @@ double clip_grad_norm_(const ModelWrapper& model, double max_norm,
 void clip_grad_value_(const ModelWrapper& model, double clip_value) {
   TORCH_CHECK_VALUE(clip_value >= 0, "clip_grad_value_: expected 0 or more, got ", clip_value);
   const at::NoGradGuard no_grad;
-  for (const auto& [name, parameter] : model.engine().averaged_parameters())
-    if (parameter.grad().defined()) parameter.mutable_grad().clamp_(-clip_value, clip_value);
+  for (const auto& [name, parameter] : model.engine().averaged_parameters()) {
+    at::Tensor& gradient = parameter.mutable_grad();
+    if (!gradient.defined()) continue;
+    if (gradient.is_sparse()) gradient = gradient.coalesce();  // A row may be there twice.
+    (gradient.is_sparse() ? gradient.values() : gradient).clamp_(-clip_value, clip_value);
+  }
 }
 
 }  // namespace cohort::parallel

@@ -5,6 +5,7 @@
 #include <sstream>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>
@@ -166,6 +167,36 @@ TEST(ClipGradTest, ByValueIsThatOfOneProcess) {
       });
     });
   }
+}
+
+// Ids that one rank has twice, and that both have.
+TEST(ClipGradTest, SparseGradientsAreClippedAsDenseOnes) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    const auto embedding = [](bool sparse) {
+      torch::nn::Embedding made(torch::nn::EmbeddingOptions(9, 4).sparse(sparse));
+      made->to(at::kDouble);
+      made->weight.set_data(at::arange(36, at::kDouble).view({9, 4}) / 10);
+      return made;
+    };
+    const auto loss = [](auto& model, int rank) {
+      return model(at::tensor({3 + rank, 4, 3 + rank, 7})).pow(2).sum();
+    };
+    for (const auto clip_norm : {true, false}) {
+      torch::nn::Embedding dense = embedding(false), sparse = embedding(true);
+      for (const int rank : {0, 1}) (loss(dense, rank) / 2).backward();
+      DistributedDataParallel ddp(sparse, group);
+      loss(ddp, group.rank()).backward();
+      ASSERT_TRUE(sparse->weight.grad().is_sparse());
+      if (clip_norm) {
+        const double norm = torch::nn::utils::clip_grad_norm_(dense->weight, 0.1);
+        EXPECT_NEAR(parallel::clip_grad_norm_(ddp, 0.1), norm, kBound * norm);
+      } else {
+        torch::nn::utils::clip_grad_value_(dense->weight, 3);
+        parallel::clip_grad_value_(ddp, 3);
+      }
+      EXPECT_TRUE(at::allclose(sparse->weight.grad().to_dense(), dense->weight.grad(), 0, kBound));
+    }
+  });
 }
 
 // One rank's number makes everybody's norm what it is.
