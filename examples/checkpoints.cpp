@@ -3,12 +3,12 @@
 // 20, the others continue what it began.
 //
 //   $ cohort run --nproc-per-node 2 -- ./checkpoints
-//   2 ranks: steps 0 to 20
+//   world size 2: steps 0 to 20
 //   $ cohort run --nproc-per-node 3 -- ./checkpoints
-//   3 ranks: steps 20 to 40
+//   world size 3: steps 20 to 40
 //   the model is that of one process without a stop: yes
 //   $ ./checkpoints
-//   1 rank: steps 40 to 60
+//   world size 1: steps 40 to 60
 //   the model is that of one process without a stop: yes
 #include <filesystem>
 #include <torch/torch.h>
@@ -58,8 +58,7 @@ int train() {
   cohort::checkpoint::save(model, optimizer, folder, {.step = begin + 20});  // and now this one.
 
   if (group.rank() == 0)
-    std::printf("%d rank%s: steps %ld to %ld\n", group.size(), group.size() == 1 ? "" : "s", begin,
-                begin + 20);
+    std::printf("world size %d: steps %ld to %ld\n", group.size(), begin, begin + 20);
   if (begin > 0) {
     auto alone = make_net();
     auto forward = [&](const at::Tensor& x) { return alone->forward(x); };

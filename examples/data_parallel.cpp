@@ -2,9 +2,7 @@
 // The whole of data parallelism in thirty lines.
 //
 //   $ cohort run --nproc-per-node 2 -- ./data_parallel
-//   2 ranks learnt y = 3.00 x + 1.00
-//   $ ./data_parallel
-//   1 rank learnt y = 3.00 x + 1.00
+//   world size 2: learnt y = 3.00 x + 1.00
 #include <torch/torch.h>
 
 #include <cohort/base/program.h>
@@ -29,7 +27,7 @@ int train() {
     sgd.step();
   }
   if (group.rank() == 0) {
-    std::printf("%d rank%s learnt y = %.2f x + %.2f\n", group.size(), group.size() == 1 ? "" : "s",
+    std::printf("world size %d: learnt y = %.2f x + %.2f\n", group.size(),
                 model->weight.item<double>(), model->bias.item<double>());
   }
   group.close();

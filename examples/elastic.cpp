@@ -5,10 +5,10 @@
 //   $ cohort run --nproc-per-node 2 --max-restarts 1 -- ./elastic
 //   start 1: from step 0
 //   start 2: from step 20
-//   2 ranks learnt y = 3.00 x + 1.00
+//   world size 2: learnt y = 3.00 x + 1.00
 //   $ ./elastic
 //   start 1: from step 40
-//   1 rank learnt y = 3.00 x + 1.00
+//   world size 1: learnt y = 3.00 x + 1.00
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
@@ -46,7 +46,7 @@ int train() {
     if (step == 25 && num_restarts == 0 && group.rank() == 1) std::raise(SIGKILL);
   }
   if (group.rank() == 0) {
-    std::printf("%d rank%s learnt y = %.2f x + %.2f\n", group.size(), group.size() == 1 ? "" : "s",
+    std::printf("world size %d: learnt y = %.2f x + %.2f\n", group.size(),
                 model->weight.item<double>(), model->bias.item<double>());
   }
   group.close();

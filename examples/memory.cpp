@@ -3,7 +3,7 @@
 // moments in a file of the working folder, "recompute" computes activations again in backward.
 //
 //   $ cohort run --nproc-per-node 2 -- ./memory zero3 recompute
-//   16797696 parameters on 2 ranks, zero3 recompute
+//   16797696 parameters, world size 2, zero3 recompute
 //   bytes a parameter, after a step: 8.0
 //   bytes a parameter, at the peak: 10.4
 #include <atomic>
@@ -85,8 +85,7 @@ int train(const std::string& strategy, bool recompute, bool disk, const std::str
   }
   if (group.rank() == 0) {
     const auto a_parameter = [&](int64_t sum) { return double(sum) / double(num_parameters); };
-    std::printf("%ld parameters on %d rank%s, %s\n", num_parameters, group.size(),
-                group.size() == 1 ? "" : "s", title.c_str());
+    std::printf("%ld parameters, world size %d, %s\n", num_parameters, group.size(), title.c_str());
     std::printf("bytes a parameter, after a step: %.1f\n", a_parameter(after_step));
     std::printf("bytes a parameter, at the peak: %.1f\n", a_parameter(bytes->peak));
   }

@@ -3,10 +3,10 @@
 // which sends what it used. Ids get a row when they are first learnt.
 //
 //   $ cohort run --servers 2 --trainers 2 -- ./servers
-//   2 trainers, 2 servers: 64 of 64 ids are known
+//   trainers 2, servers 2: 64 of 64 ids are known
 //   an id without a row looks like zeros: yes
 //   $ cohort run --servers 1 -- ./servers
-//   1 trainer, 1 server: 64 of 64 ids are known
+//   trainers 1, servers 1: 64 of 64 ids are known
 //   an id without a row looks like zeros: yes
 #include <torch/torch.h>
 
@@ -50,9 +50,8 @@ int train() {
   const at::Tensor known = (score > 0) == (numbers % 2 == 1);
   const at::Tensor absent = rows(ids_of(numbers + 64));
   if (options.trainer == 0) {
-    std::printf("%d trainer%s, %zu server%s: %ld of %ld ids are known\n", options.trainers,
-                options.trainers == 1 ? "" : "s", options.servers.size(),
-                options.servers.size() == 1 ? "" : "s", known.sum().item<int64_t>(), known.numel());
+    std::printf("trainers %d, servers %zu: %ld of %ld ids are known\n", options.trainers,
+                options.servers.size(), known.sum().item<int64_t>(), known.numel());
     std::printf("an id without a row looks like zeros: %s\n",
                 absent.eq(0).all().item<bool>() ? "yes" : "no");
   }
