@@ -71,6 +71,8 @@ void print_server(const json& status, const std::string& endpoint) {
               status.at("initialised").get<bool>() ? "" : ", without values");
   const std::string failure = status.at("failure");
   if (!failure.empty()) std::printf("  failed: %s\n", failure.c_str());
+  const std::string log_failure = status.at("log_failure");
+  if (!log_failure.empty()) std::printf("  cannot log: %s\n", log_failure.c_str());
   std::printf(
       "  pushes %lld (%lld repeated), pulls %lld, refused %lld, %.1f MiB in, %.1f MiB out\n",
       status.at("pushes").get<long long>(), status.at("duplicates").get<long long>(),

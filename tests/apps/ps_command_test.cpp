@@ -88,6 +88,19 @@ TEST_F(PsCommandTest, ServesShowsItsStateAndStops) {
   EXPECT_EQ(lines.at(0).at("trainers").at(0).at("member"), false) << "it left";
 }
 
+// A limit of 4 KiB a file: to the log a full disk.
+TEST_F(PsCommandTest, StatusSaysWhyAServerCannotLog) {
+  const Ended ended = with_server(
+      "",
+      "timeout 20 " + train() + " > /dev/null 2>&1 &\nTRAINER=$!\nfor i in $(seq 100); do " +
+          bin("cohort") + " ps status --pservers 127.0.0.1:$PORT > " + folder_ / "shown" +
+          "\n  grep -q 'cannot log' " + folder_ / "shown" + " && break; sleep 0.1; done\n" +
+          "kill $TRAINER; cat " + folder_ / "shown",
+      "sh -c 'ulimit -f 8; exec \"$@\"' sh ");
+  EXPECT_NE(ended.output.find("\n  cannot log: " + folder_ / "server/log/"), std::string::npos)
+      << ended.output;
+}
+
 TEST_F(PsCommandTest, ThreadsShareTheRowsOfTables) {
   const Ended ended = with_server("--table-threads 3",
                                   train() + " && " + train("--read") +

@@ -221,7 +221,7 @@ TEST(ServerFailureTest, ARequestThatCannotBeAnsweredEndsNoServer) {
   EXPECT_EQ(cluster.ask(0, trainer.push(1)).code, Code::kOk);
 }
 
-TEST(ServerFailureTest, AFullDiskIsLoggedOnceAndNamedToThoseWhoWaitForOthers) {
+TEST(ServerFailureTest, AFullDiskIsLoggedOnceAndNamedToThoseWhoWaitForOthersOrAsk) {
   Cluster cluster(1);
   const JobOptions job = ledger_job(2, 1, Mode::kSync);
   RawTrainer first(cluster, job, 0), second(cluster, job, 1);
@@ -235,12 +235,15 @@ TEST(ServerFailureTest, AFullDiskIsLoggedOnceAndNamedToThoseWhoWaitForOthers) {
     EXPECT_EQ(waited.text.find("step 1 waits for trainer 1; server 0 cannot log: "), 0U)
         << waited.text;
     EXPECT_NE(waited.text.find("File too large"), std::string::npos) << waited.text;
+    const std::string shown = status_of(cluster)["log_failure"];
+    EXPECT_NE(shown.find("cannot write: File too large"), std::string::npos) << shown;
   }
   const std::string log = cluster.log();
   const size_t said = log.find("cannot log");
   ASSERT_NE(said, std::string::npos) << log;
   EXPECT_EQ(log.find("cannot log", said + 1), std::string::npos) << log;
   ASSERT_EQ(cluster.ask(0, second.push(1, ids)).code, Code::kOk);
+  EXPECT_EQ(status_of(cluster)["log_failure"], "");
   EXPECT_EQ(cluster.ask(0, first.pull({1}, 2)).text, "step 2 waits for trainer 0, 1");
 }
 

@@ -717,6 +717,7 @@ Reply RequestHandler::status() const {
                                        .activity = activity_,
                                        .last_message = last_message_,
                                        .failure = failure_,
+                                       .log_failure = durable_.log_failure(),
                                        .waiting = waiting_.size()}));
 }
 

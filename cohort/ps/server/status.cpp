@@ -34,6 +34,7 @@ std::string status_text(const StatusSources& sources) {
               {"steps", state.steps()},
               {"initialised", state.is_initialised()},
               {"failure", sources.failure},
+              {"log_failure", sources.log_failure},
               {"waiting", sources.waiting},
               {"pending_bytes", state.pending_bytes()},
               {"pushes", counts.pushes},

@@ -42,8 +42,9 @@ struct StatusSources {
   const ParameterState& state;
   const Activity& activity;
   const std::map<uint32_t, Activity::Time>& last_message;  ///< By member.
-  const std::string& failure;  ///< Why the job cannot continue; empty: it can.
-  size_t waiting = 0;          ///< Requests.
+  const std::string& failure;      ///< Why the job cannot continue; empty: it can.
+  const std::string& log_failure;  ///< Why the last change could not be logged; empty: it was.
+  size_t waiting = 0;              ///< Requests.
 };
 
 /// One line of JSON; docs/ps.md has its fields.
