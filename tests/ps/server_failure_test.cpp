@@ -279,7 +279,7 @@ TEST(ServerFailureTest, ATrainerSaysThatTheDiskIsFull) {
   ASSERT_GE(lines().size(), 10U);
   const std::string reason = "server 0 (in-process:0): waiting: " + cluster.folder(0) +
                              "/log/00000000000000000001.log: cannot write: File too large";
-  for (const std::string& line : lines()) EXPECT_EQ(line, reason);
+  for (const std::string& line : lines()) EXPECT_EQ(line.find(reason), 0U) << line;
 }
 
 TEST(ServerFailureTest, ACheckpointThatIsNotLoadedWholeEndsTheJobAndIsLoadedByTheNextStart) {

@@ -246,7 +246,12 @@ TEST(UpdateLogTest, OnAFullDiskItIsAsBeforeAndGoesOnLater) {
   {
     const FileSizeLimit limit(size + 4'000);  // Within the payload.
     EXPECT_EQ(message_of<c10::Error>([&] { append(log, large); }),
-              path.string() + ": cannot write: File too large");
+              path.string() +
+                  ": cannot write: File too large: expected a limit of file sizes (ulimit -f) of "
+                  "at least " +
+                  std::to_string(size + 40 + large.size()) + " bytes, got " +
+                  std::to_string(size + 4'000) +
+                  "; raise it with prlimit, or start the server again without it");
     EXPECT_EQ(fs::file_size(path), size);
     EXPECT_EQ(log.next_number(), 2U);
     append(log, "small");

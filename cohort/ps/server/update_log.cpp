@@ -102,6 +102,19 @@ int write_record(int file, const Record& record, uint64_t synced) {
   return 0;
 }
 
+// Why a file could not get `bytes`. A disk may get room again; a limit stays until somebody raises
+// it, so it is named.
+std::string write_refusal(int error, int64_t bytes) {
+  const std::string reason = system_reason(error);
+  rlimit limit{};
+  if (error != EFBIG || ::getrlimit(RLIMIT_FSIZE, &limit) != 0 ||
+      limit.rlim_cur >= static_cast<rlim_t>(bytes))
+    return reason;
+  return reason + ": expected a limit of file sizes (ulimit -f) of at least " +
+         std::to_string(bytes) + " bytes, got " + std::to_string(limit.rlim_cur) +
+         "; raise it with prlimit, or start the server again without it";
+}
+
 // Whether a write to space that was reserved in this file cannot fail for want of space. Others, for
 // example ZFS, whose fallocate only looks whether there is space, do not promise that.
 bool keeps_reserved_space(int file) {
@@ -371,7 +384,8 @@ uint64_t UpdateLog::begin_append(Record record, bool beside) {
   // Nothing may follow half a record.
   const int error = is_torn_ && !cut_off() ? EIO : write_record(file_.get(), record, synced());
   is_torn_ = error != 0 && !cut_off();
-  if (error != 0) throw_without_stack(path_ + ": cannot write: " + system_reason(error));
+  if (error != 0)
+    throw_without_stack(path_ + ": cannot write: " + write_refusal(error, segment_bytes_ + bytes));
   note_appended(record);
   if (may_wait) reserve(segment_bytes_, bytes);
   return record.number;

@@ -80,8 +80,9 @@ class UpdateLog {
   ///           caller, until finish_append(), where there is reserved space for it. Nothing else is
   ///           called before that.
   /// Returns: its number.
-  /// Errors:  c10::Error that names the file and the system's reason (a full disk); unless the log
-  ///          is broken it is then as before, and the next record may be tried.
+  /// Errors:  c10::Error that names the file and the system's reason (a full disk), and a limit of
+  ///          file sizes if that is the reason; unless the log is broken it is then as before, and
+  ///          the next record may be tried.
   uint64_t begin_append(Record record, bool beside = false);
   /// Waits until the record is written. Nothing may be shown before that of what it changed.
   /// Errors: c10::Error that names the file and the system's reason; the log is broken then.
