@@ -189,8 +189,8 @@ void add_place_flags(CLI::App& server, ServerFlags& flags) {
       ->group(place);
   server
       .add_option("--table-threads", flags.server.table_threads,
-                  "Threads that have the rows of tables among them: large pulls, pushes and "
-                  "evictions, and loading, take as many cores; the results are the same")
+                  "Threads that share the work on tables, 1 to 64: large pulls and pushes, "
+                  "evictions and loading then use as many cores; the results stay the same")
       ->capture_default_str()
       ->check(CLI::Range(1, ps::TableThreads::kMost))
       ->group(place);

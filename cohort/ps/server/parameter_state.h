@@ -31,12 +31,14 @@ struct LeaveRecord {
 
 /// Tables and blocks of one server, its trainers, and the open steps.
 ///
-/// Threads: one caller at a time; it has those of its tables (TableThreads). Local.
+/// Threads: one caller at a time. It owns the threads that share work on its tables (TableThreads).
+/// Local.
 class ParameterState {
  public:
-  /// `spill_folder`: for spilled rows (AtCap::kSpill); empty, or not there yet.
+  /// `spill_folder`: of rows on disk (AtCap::kSpill); made when a job has such tables, so it must
+  /// not be there yet. Empty: such jobs are refused.
   /// `make_block`: where dense blocks live. `table_threads`: ServerOptions::table_threads.
-  /// Errors: TableThreads'.
+  /// Errors: as TableThreads' constructor.
   ParameterState(int server, std::string spill_folder, BlockMaker make_block = make_host_block,
                  int table_threads = 1)
       : shard_(server, std::move(spill_folder), std::move(make_block), table_threads) {}
@@ -54,8 +56,9 @@ class ParameterState {
   /// Trainers that never joined, and members whose push the open step waits for; kAsync: the
   /// slowest.
   std::vector<uint32_t> missing_trainers() const;
-  /// kSync: whether every member's push of step steps() + 1 is here. It stays open until a kClose
-  /// record: another server may lack a push, or a restarted member may not know of its own.
+  /// kSync: whether every member's push of step steps() + 1 is here. The step stays open until a
+  /// kClose record: another server may lack a push, or a member that was restarted may not know
+  /// that its push is here.
   bool is_step_complete() const;
   /// Bytes of pushes that wait for their step.
   int64_t pending_bytes() const { return open_steps_.bytes(); }
@@ -63,14 +66,15 @@ class ParameterState {
   /// Changes the state. The record was checked before, or comes from the log.
   void apply(const Record& record);
 
-  /// The values that `request` (kPull), which was checked, asks for, as a message whose header says
-  /// `steps()`, in memory of `make`.
+  /// The values that `request` (kPull), which was checked, asks for: a message whose header says
+  /// steps(), in memory that `make` gives.
   Buffer pull(const Message& request, const BufferMaker& make = nullptr) const;
 
-  /// Saving has two parts with the same `folder`, which is made. The first does what a forked child
-  /// cannot: rows on disk, mostly hard links, and blocks on devices.
+  /// Saving has two parts, both with the same `folder`. The first makes it and does what a forked
+  /// child cannot: it saves rows that are on disk, mostly as hard links, and copies blocks from
+  /// devices.
   void begin_save(const std::string& folder) const;
-  /// The second saves what is in memory; it may run in a forked child.
+  /// The second part, which may run in a forked child, saves what is in memory.
   void save(const std::string& folder) const;
   /// Loads `folder` into a state to which no record was applied.
   /// Errors: ConfigError that names file and damage.

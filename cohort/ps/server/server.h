@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A parameter server: one thread owns the state and handles requests in the order of their arrival.
 //
-// The transport (rpc/rpc_server.h, or a test) calls `submit` from any thread, which checks the
-// request's form there. The owner takes requests in batches, logs each change of the state, applies it and replies. A pull sees every
-// push that was acknowledged before it. To use more cores, give tables threads of their own
-// (ServerOptions::table_threads), or run more servers.
+// The transport (rpc/rpc_server.h, or a test) calls `submit` from any thread; the request's form is
+// checked on that thread. The owner takes requests in batches, logs each change of the state,
+// applies it and replies. A pull sees every push that was acknowledged before it. To use more
+// cores, give the tables more threads (ServerOptions::table_threads), or run more servers.
 #pragma once
 #include <chrono>
 #include <cstdint>
@@ -20,9 +20,13 @@ namespace cohort::ps {
 
 /// What an acknowledged push survives: `cohort ps server --acknowledge`.
 enum class Durability {
-  kApplied,  ///< Nothing: there is no log. A server that ends loses its state.
-  kLogged,  ///< The death of the server's process. A power failure may cost the last second, and what the disk had not written by then.
-  kSynced,  ///< A power failure. One fdatasync for all pushes that wait.
+  /// Nothing: there is no log. A server that ends loses its state.
+  kApplied,
+  /// The death of the server's process. A power failure may cost the last second, and what the disk
+  /// had not written by then.
+  kLogged,
+  /// A power failure. One fdatasync serves all pushes that wait.
+  kSynced,
 };
 
 enum class OnTrainerLoss {
@@ -37,17 +41,17 @@ struct ServerOptions {
   std::string folder;  ///< Its own: log and snapshots. Empty: none, only under kApplied.
   std::string load;    ///< A checkpoint to begin with, of any number of servers; empty: none.
   BlockMaker make_block = make_host_block;  ///< Where dense parameters live.
-  /// Threads that have the rows of tables among them, the owner included: 1 to 64. Results are the
-  /// same for every number, which may change with each start.
+  /// Threads that share the work on tables, the owner among them: 1 to 64. The number changes no
+  /// result, and may be another at each start.
   int table_threads = 1;
   Durability durability = Durability::kLogged;
   OnTrainerLoss on_trainer_loss = OnTrainerLoss::kFail;
-  std::chrono::milliseconds trainer_timeout{
-      30'000};  ///< A trainer that is silent for longer is lost.
+  /// A trainer that is silent for longer is lost.
+  std::chrono::milliseconds trainer_timeout{30'000};
   /// Checkpoints are written only below this folder; empty: anywhere.
   std::string save_root;
-  int64_t snapshot_log_bytes = int64_t{4} << 30;   ///< Log before a snapshot; 0: never.
-  int64_t max_queue_bytes = int64_t{256} << 20;    ///< Of queued messages; beyond it kBusy.
+  int64_t snapshot_log_bytes = int64_t{4} << 30;   ///< Bytes of log before a snapshot; 0: never.
+  int64_t max_queue_bytes = int64_t{256} << 20;    ///< Of queued messages; more are told kBusy.
   std::chrono::milliseconds evict_period{60'000};  ///< Between evictions, where a table has rules.
 };
 
@@ -57,7 +61,7 @@ class Server {
   /// Errors: ConfigError: the folder is another server's, in use by another process, or damaged
   /// (file and offset); table_threads is out of its range.
   Server(const ServerOptions& options, const Log& log);
-  /// Stops as `stop`, without a snapshot.
+  /// Stops the server as `stop` does. No snapshot is written.
   ~Server();
 
   /// Checks a request as far as the state does not matter, and queues it; `done` is called from the
