@@ -76,6 +76,23 @@ TEST_F(CtrCommandTest, LearnsSavesEvaluatesAndPredictsAlone) {
   EXPECT_EQ(count, 3000);
 }
 
+// The launcher shows no stack of it.
+TEST_F(CtrCommandTest, AFullDiskIsOneLineWhereverTheCheckpointIsWritten) {
+  const std::string disk = folder_ / "disk";
+  std::filesystem::create_directory(disk);
+  const std::string flags = "--max-steps 20 --save " + disk + "/saved";
+  for (const std::string& command :
+       {train(flags), bin("cohort") + " run -- " + train(flags), through_servers(1, 1, flags)}) {
+    const Ended ended = shell("unshare -m sh -c 'mount -t tmpfs -o size=64k none " + disk +
+                              " && { " + command + "; }'");
+    EXPECT_EQ(ended.code, 1) << command << "\n" << ended.output;
+    EXPECT_NE(ended.output.find("ctr: error: server 0 ("), std::string::npos) << ended.output;
+    EXPECT_NE(ended.output.find("No space left on device"), std::string::npos) << ended.output;
+    EXPECT_EQ(ended.output.find("raised at"), std::string::npos) << ended.output;
+    EXPECT_EQ(ended.output.find("frame #"), std::string::npos) << ended.output;
+  }
+}
+
 TEST_F(CtrCommandTest, TrainersLearnThroughServersInEveryMode) {
   // Without its numbers an example is its categories alone: what is learned is in the rows.
   ASSERT_EQ(shell(bin("ctr") + " generate --rows 30000 --output " + folder_ / "data").code, 0);

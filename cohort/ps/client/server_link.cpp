@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "cohort/base/error.h"
 #include "cohort/ps/client/timer_thread.h"
 
 namespace cohort::ps {
@@ -30,8 +31,9 @@ int64_t seconds_since(steady_clock::time_point time) {
 
 [[noreturn]] void fail(const Reply& reply) {
   if (reply.code == Code::kInvalid) C10_THROW_ERROR(ValueError, reply.text);
-  // No peer is lost: a restarted job would find the same full disk.
-  if (reply.code == Code::kNotWritten) C10_THROW_ERROR(Error, reply.text);
+  // No peer is lost: a restarted job would find the same full disk. Where the trainer asked for the
+  // checkpoint explains nothing.
+  if (reply.code == Code::kNotWritten) throw_without_stack(reply.text);
   C10_THROW_ERROR(DistError, reply.text);
 }
 
