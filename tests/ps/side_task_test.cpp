@@ -42,5 +42,38 @@ TEST(SideTaskTest, ATaskRunsBesideItsCaller) {
   }
 }
 
+TEST(SideTaskTest, ItsEndWaitsForATaskThatRuns) {
+  std::promise<void> runs;
+  std::atomic<bool> has_ended = false;
+  {
+    SideTask task("side-task", [&] {
+      runs.set_value();
+      // An end that did not wait would be over first.
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      has_ended = true;
+    });
+    task.begin();
+    ASSERT_EQ(runs.get_future().wait_for(std::chrono::seconds(60)), std::future_status::ready);
+  }
+  EXPECT_TRUE(has_ended);
+}
+
+TEST(SideTaskTest, ATaskThatNobodyFinishesRunsWholeOrNotAtAll) {
+  for (int i = 0; i < 200; ++i) {
+    int begun = 0, ended = 0;  // Without a lock, as above.
+    {
+      SideTask task("side-task", [&] {
+        ++begun;
+        std::this_thread::yield();
+        ++ended;
+      });
+      task.begin();
+      if (i % 2 == 0) std::this_thread::yield();
+    }
+    ASSERT_EQ(begun, ended);
+    ASSERT_LE(ended, 1);
+  }
+}
+
 }  // namespace side_task_test
 }  // namespace cohort::ps
