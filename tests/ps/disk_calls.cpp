@@ -6,6 +6,8 @@
 #include <cerrno>
 #include <cstdlib>
 #include <fcntl.h>
+#include <pthread.h>
+#include <string_view>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -140,6 +142,12 @@ bool is_large(const iovec* pieces, int count) {
   return bytes >= size_t{64} << 10;
 }
 
+bool is_thread_of_the_log() {
+  std::array<char, 16> name{};
+  return ::pthread_getname_np(::pthread_self(), name.data(), name.size()) == 0 &&
+         std::string_view(name.data()) == "ps-log-write";
+}
+
 }  // namespace
 
 }  // namespace cohort::ps::disk_calls
@@ -169,6 +177,9 @@ extern "C" ssize_t writev(int file, const iovec* pieces, int count) {
       errno = error;
       return -1;
     }
+    struct stat status {};
+    if (cohort::ps::disk_calls::is_thread_of_the_log() && ::fstat(file, &status) == 0)
+      cohort::ps::disk_calls::note(DiskCall::kWriteLarge, status);
   }
   return ::syscall(SYS_writev, file, pieces, count);
 }

@@ -7,7 +7,8 @@
 
 namespace cohort::ps::disk_calls {
 
-/// kWriteLarge: of writev(2), 64 KiB or more.
+/// kWriteLarge: of writev(2), 64 KiB or more. Counted are those of the log's own thread, which
+/// writes beside its caller.
 enum class Call { kFdatasync, kFsync, kDropPages, kWriteLarge, kReserve };
 
 /// The next one fails with this number of errno; not kDropPages.

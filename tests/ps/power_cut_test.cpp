@@ -46,6 +46,8 @@ constexpr size_t kPage = 4096;
 // this process nor the server's, no time passes.
 constexpr size_t kWindow = 3000;
 
+constexpr int64_t kRowBytes = 16;  // In a push: an id and two values.
+
 std::string bytes_of(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
@@ -141,9 +143,12 @@ void serve(const ServerOptions& options, const std::string& log_file, uint64_t s
   std::deque<std::future<Reply>> in_flight;
   for (uint64_t sequence = joined.last_sequence + 1;; ++sequence) {
     std::vector<uint64_t> ids{0};
-    const uint64_t size = random() % 64;  // The largest are written beside applying them.
-    for (uint64_t more = random() % (size == 0 ? 10'000 : size < 4 ? 2000 : 20); more > 0; --more)
-      ids.push_back(1 + ids.size());
+    const uint64_t size = random() % 64;
+    uint64_t more = random() % (size == 0 ? 10'000 : size < 4 ? 2000 : 20);
+    // Written beside applying it, where one before it has made the log reserve space.
+    const bool is_large = size == 0 || sequence <= joined.last_sequence + 2;
+    if (is_large) more = std::max<uint64_t>(more, UpdateLog::kLeastBeside / kRowBytes);
+    for (; more > 0; --more) ids.push_back(1 + ids.size());
     ++shared.sent;
     in_flight.push_back(send(server, message(job, joined, MessageKind::kPush, sequence, ids)));
     if (in_flight.size() < 16) continue;
@@ -231,11 +236,15 @@ class PowerCutTest : public testing::Test {
       if (durability == Durability::kLogged && acknowledged.size() > kWindow)
         safe = std::max(safe, acknowledged[acknowledged.size() - 1 - kWindow]);
       kill(std::exchange(process_, -1));
+      for (const auto& entry : fs::directory_iterator(options.folder + "/log"))
+        wrote_beside_ |=
+            disk_calls::count(disk_calls::Call::kWriteLarge, entry.path().string()) > 0;
       if (durability == Durability::kSynced) safe = shared_.acknowledged;
       cut_power(options.folder, on_disk, random);
       if (HasFailure()) return;
     }
     EXPECT_GT(safe, 0);
+    EXPECT_TRUE(wrote_beside_) << "no push was written while it was applied";
     RecordProperty("rounds", rounds);
     RecordProperty("pushes", static_cast<int>(safe));
     const std::string log = bytes_of(folder_.path("server.log"));
@@ -247,6 +256,7 @@ class PowerCutTest : public testing::Test {
   const ScratchFolder folder_;
   Shared& shared_;
   pid_t process_ = -1;
+  bool wrote_beside_ = false;
 };
 
 // How many: COHORT_TEST_POWER_CUTS=500 for the long form.
