@@ -8,6 +8,7 @@
 #include <functional>
 #include <future>
 #include <gtest/gtest.h>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -19,6 +20,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/ps/server/server.h"
+#include "cohort/ps/server/status.h"
 
 #include "tests/ps/cluster.h"
 #include "tests/ps/file_size_limit.h"
@@ -245,6 +247,19 @@ TEST(ServerFailureTest, AFullDiskIsLoggedOnceAndNamedToThoseWhoWaitForOthersOrAs
   ASSERT_EQ(cluster.ask(0, second.push(1, ids)).code, Code::kOk);
   EXPECT_EQ(status_of(cluster)["log_failure"], "");
   EXPECT_EQ(cluster.ask(0, first.pull({1}, 2)).text, "step 2 waits for trainer 0, 1");
+}
+
+TEST(ServerFailureTest, AStatusIsGivenWhateverTheNameOfTheFolder) {
+  const ParameterState state(0, "");
+  const Activity activity;
+  const std::map<uint32_t, Activity::Time> last_message;
+  const std::string failure, log_failure = "/\xff/log: cannot write";
+  const json status = json::parse(status_text({.state = state,
+                                               .activity = activity,
+                                               .last_message = last_message,
+                                               .failure = failure,
+                                               .log_failure = log_failure}));
+  EXPECT_EQ(status["log_failure"], "/\xef\xbf\xbd/log: cannot write");
 }
 
 // Of the pushes behind the one that cannot be logged, too: they wait for it.

@@ -78,7 +78,8 @@ std::string status_text(const StatusSources& sources) {
                                 {"demoted", table.demoted},
                                 {"refused", table.refused}});
   }
-  return object.dump();
+  // Paths in the reasons may be no UTF-8.
+  return object.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
 }  // namespace cohort::ps
