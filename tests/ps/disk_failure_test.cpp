@@ -331,10 +331,13 @@ TEST_F(BesideTest, AFileThatMayNotGrowIsNotedBeforeTheRecordIsApplied) {
   append_large(*log);
   {
     const FileSizeLimit full(3 * kRecordBytes - 1);
-    EXPECT_EQ(message_of<c10::Error>([&] {
-                begin(*log);
-              }).find(segment() + ": cannot write: File too large: expected a limit of "),
-              0U);
+    EXPECT_EQ(message_of<c10::Error>([&] { begin(*log); }),
+              segment() +
+                  ": cannot write: File too large: expected a limit of file sizes (ulimit -f) of "
+                  "at least " +
+                  std::to_string(3 * kRecordBytes) + " bytes, got " +
+                  std::to_string(3 * kRecordBytes - 1) +
+                  "; raise it with prlimit, or start the server again without it");
     EXPECT_EQ(length(), 2 * kRecordBytes);
     EXPECT_FALSE(log->is_broken());
   }

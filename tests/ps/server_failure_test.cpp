@@ -294,7 +294,9 @@ TEST(ServerFailureTest, ATrainerSaysThatTheDiskIsFull) {
   ASSERT_GE(lines().size(), 10U);
   const std::string reason = "server 0 (in-process:0): waiting: " + cluster.folder(0) +
                              "/log/00000000000000000001.log: cannot write: File too large";
-  for (const std::string& line : lines()) EXPECT_EQ(line.find(reason), 0U) << line;
+  EXPECT_EQ(lines().front().find(reason + ": expected a limit of file sizes (ulimit -f) of "), 0U)
+      << lines().front();
+  for (const std::string& line : lines()) EXPECT_EQ(line, lines().front());
 }
 
 TEST(ServerFailureTest, ACheckpointThatIsNotLoadedWholeEndsTheJobAndIsLoadedByTheNextStart) {
