@@ -12,6 +12,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/ScopeExit.h>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -190,6 +191,10 @@ class HostAllocator final : public c10::Allocator {
   bool pinned_;
   c10::Allocator* plain_;
 };
+
+// Where tensors lie may change the bits of MKL's products on processors other than Intel's, unless this mode is chosen (oneMKL
+// Developer Guide, "Reproducibility Conditions"). Set before the first product, after which MKL does not read it.
+const bool products_are_reproducible = setenv("MKL_CBWR", "COMPATIBLE", /*overwrite=*/1) == 0;
 
 HostAllocator pinned_allocator(/*pinned=*/true);
 HostAllocator cpu_allocator(/*pinned=*/false);
