@@ -145,7 +145,8 @@ void serve(const ServerOptions& options, const std::string& log_file, uint64_t s
     std::vector<uint64_t> ids{0};
     const uint64_t size = random() % 64;
     uint64_t more = random() % (size == 0 ? 10'000 : size < 4 ? 2000 : 20);
-    // Written beside applying it, where one before it has made the log reserve space.
+    // So large that the log writes it while it is applied, once it has reserved space for one of
+    // this size.
     const bool is_large = size == 0 || sequence <= joined.last_sequence + 2;
     if (is_large) more = std::max<uint64_t>(more, UpdateLog::kLeastBeside / kRowBytes);
     for (; more > 0; --more) ids.push_back(1 + ids.size());
