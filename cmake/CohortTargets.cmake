@@ -132,8 +132,11 @@ function(cohort_add_test name)
   # gtest_discover_tests unpacks lists three times over: so many backslashes keep this one together.
   list(JOIN ARG_ENVIRONMENT [[\\\\\\\;]] environment)
   list(APPEND properties ENVIRONMENT "${environment}")
-  if(ARG_SERIAL OR ARG_LABEL STREQUAL fault)
+  if(ARG_SERIAL)
     list(APPEND properties RUN_SERIAL TRUE)
+  elseif(ARG_LABEL STREQUAL fault)
+    # These mostly wait: one at a time, beside tests of other kinds.
+    list(APPEND properties RESOURCE_LOCK fault)
   endif()
   if(NOT TARGET ${name})
     add_executable(${name})
