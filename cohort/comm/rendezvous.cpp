@@ -30,6 +30,7 @@ const char* const kComplete = "complete";
 const char* const kError = "error";
 const char* const kTerms = "terms";
 const char* const kNumJoined = "num_come";
+const char* const kNumEntries = "num_entries";
 const char* const kNumAcks = "num_heard";
 
 std::string read_link(const char* path) {
@@ -126,19 +127,23 @@ class MemberList {
     const std::string mine = self_.line();
     const std::string found = store_->compareSet(member_key(info_.rank), "", mine);
     if (found != mine) clash(Member::parse(found));
+    store_->add(kNumEntries, 1);
   }
 
   std::vector<Member> wait_for_all() {
     std::vector<std::string> keys;
     for (int rank = 0; rank < info_.world_size; ++rank) keys.push_back(member_key(rank));
-    for (milliseconds pause{2}; !all_registered(keys);
-         pause = std::min(pause * 2, milliseconds(100))) {
+    for (milliseconds pause{2}; !all_registered(); pause = std::min(pause * 2, milliseconds(100))) {
       check_for_error();
-      if (Clock::now() > deadline_) miss(keys);
+      if (Clock::now() > deadline_) {
+        check_for_missing(keys);
+        break;
+      }
       std::this_thread::sleep_for(pause);
     }
     std::vector<Member> members;
-    for (const std::string& key : keys) members.push_back(Member::parse(store_->get_to_str(key)));
+    for (const std::vector<uint8_t>& entry : store_->multiGet(keys))
+      members.push_back(Member::parse({entry.begin(), entry.end()}));
     if (!info_.store_file.empty()) {
       for (const Member& member : members) {
         if (member.is_gone(self_)) declare(stale(member));
@@ -151,7 +156,8 @@ class MemberList {
   const Member& self() const { return self_; }
 
  private:
-  bool all_registered(const std::vector<std::string>& keys) {
+  // Asks for one number: W ranks that each ask for W entries would keep the store busy.
+  bool all_registered() {
     // Of a store that has gone c10d's client would tell on stderr, too; so it is not asked.
     if (agent_) {
       const std::string reason =
@@ -161,7 +167,7 @@ class MemberList {
     }
     store_->setTimeout(
         std::max(std::chrono::ceil<milliseconds>(deadline_ - Clock::now()), kAnswerTime));
-    return store_->check(keys);
+    return std::stoll(store_->get_to_str(kNumEntries)) >= info_.world_size;
   }
 
   [[noreturn]] void clash(const Member& other) {
@@ -189,11 +195,13 @@ class MemberList {
     throw ConfigError("rendezvous at " + rendezvous_point(info_) + ": " + text);
   }
 
-  [[noreturn]] void miss(const std::vector<std::string>& keys) {
+  // No entry is missing if a rank has ended before it could count its own.
+  void check_for_missing(const std::vector<std::string>& keys) {
     std::string ranks;
     for (int rank = 0; rank < info_.world_size; ++rank) {
       if (!store_->check({keys[static_cast<size_t>(rank)]})) ranks += std::to_string(rank) + " ";
     }
+    if (ranks.empty()) return;
     // The first rank that gives up reports for all.
     store_->compareSet(kError, "", "p" + ranks);
     check_for_error();

@@ -29,7 +29,7 @@ import time
 EPOCHS_A_SECOND = 0.45  # About; of the job alone, on two cores.
 RDZV_ID = "name-of-the-job"
 # What a stranger must never hear: names of keys, settings and tables. The secrets are added.
-PRIVATE = [RDZV_ID, "roster", "num_come", "member/", "verdict", "categories", "nnodes", "master_port"]
+PRIVATE = [RDZV_ID, "roster", "num_come", "num_entries", "member/", "verdict", "categories", "nnodes", "master_port"]
 
 
 def free_ports(count):
