@@ -6,6 +6,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
+#include "cohort/cli/counted.h"
 #include "cohort/cli/parse.h"
 #include "cohort/ps/server/serving_export.h"
 
@@ -28,8 +29,7 @@ int run_export(const ExportFlags& flags) {
                       std::to_string(kLatest) + ", got " + std::to_string(flags.pushed_since));
   for (const ps::ServingFile& file : ps::export_for_serving(
            flags.checkpoint, flags.output, static_cast<uint32_t>(flags.pushed_since)))
-    std::printf("%s  %lld %s\n", file.path.c_str(), static_cast<long long>(file.count),
-                file.what.c_str());
+    std::printf("%s  %s\n", file.path.c_str(), counted(file.count, file.what).c_str());
   return kExitOk;
 }
 

@@ -288,7 +288,7 @@ TEST_F(PsCommandTest, AnExportIsWholeOrNotThere) {
 
   const Ended whole = export_with("");
   ASSERT_EQ(whole.code, 0) << whole.output;
-  EXPECT_NE(whole.output.find(to + "/dense.safetensors  1 parameters\n" + to +
+  EXPECT_NE(whole.output.find(to + "/dense.safetensors  1 parameter\n" + to +
                               "/rows.safetensors  2000 rows\n"),
             std::string::npos)
       << whole.output;

@@ -30,7 +30,7 @@ ServingFile write_dense(const std::map<std::string, std::vector<float>>& paramet
                      .bytes = std::as_bytes(std::span(values))});
   }
   write_safetensors(path, views);
-  return {path, static_cast<int64_t>(views.size()), "parameters"};
+  return {path, static_cast<int64_t>(views.size()), "parameter"};
 }
 
 }  // namespace
@@ -61,7 +61,7 @@ std::vector<ServingFile> export_for_serving(const std::string& checkpoint,
   for (const auto& table : state.shard().tables()) {
     const std::string path = scratch.path() + "/" + table->options().name + ".safetensors";
     const ExportedRows rows = export_rows(*table, path, pushed_since);
-    written.push_back({path, rows.rows, "rows"});
+    written.push_back({path, rows.rows, "row"});
   }
   for (ServingFile& file : written) {
     const fs::path place = fs::path(output) / fs::path(file.path).filename();

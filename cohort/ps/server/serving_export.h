@@ -10,7 +10,7 @@ namespace cohort::ps {
 struct ServingFile {
   std::string path;
   int64_t count = 0;
-  std::string what;  ///< "parameters" or "rows".
+  std::string what;  ///< "parameter" or "row".
 };
 
 /// Writes to `output` (made): "dense.safetensors", every dense parameter in one dimension under its
