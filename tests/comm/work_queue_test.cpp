@@ -8,9 +8,13 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <unistd.h>
 
+#include "cohort/base/process_stat.h"
 #include "cohort/comm/backends/gloo/gloo.h"
 #include "cohort/comm/backends/hierarchical/hierarchical_backend.h"
+#include "cohort/comm/backends/shm/shm_backend.h"
+#include "cohort/comm/rendezvous.h"
 
 namespace cohort::comm {
 namespace work_queue_test {
@@ -50,6 +54,19 @@ TEST(WorkQueueTest, ACallbackThatThrowsEndsItsOperationAndTheNextOneRuns) {
   }
 }
 
+// A backend that is dropped then would abort its peers for nothing.
+TEST(WorkQueueTest, AnOperationWhoseEndIsSeenIsNotUnderWay) {
+  for (const bool in_background : {false, true}) {
+    WorkQueue queue("queue-test");
+    const auto work = work_of([] {});
+    bool busy = true;
+    work->getFuture()->addCallback([&](c10::ivalue::Future&) { busy = queue.is_busy(); });
+    queue.launch(work, in_background);
+    work->wait(milliseconds(60000));
+    EXPECT_FALSE(busy);
+  }
+}
+
 BackendRequest request(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                        std::vector<std::string> memory, milliseconds timeout) {
   return {.store = store,
@@ -78,6 +95,22 @@ TEST(HierarchicalConnectTest, AllConnectionsTogetherTakeAtMostTheTimeout) {
   EXPECT_LT(steady_clock::now() - begin, kLate + kTimeout - milliseconds(500))
       << "a timeout for each";
   other.join();
+}
+
+// Rank 1 comes late, rank 2 never.
+TEST(ShmConnectTest, AllRanksTogetherAreWaitedForAtMostTheTimeout) {
+  constexpr milliseconds kLate(2500), kTimeout(3000);
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  const auto begin = steady_clock::now();
+  std::thread late([&] {
+    std::this_thread::sleep_for(kLate);
+    store->set("process/1", own_host() + " " + std::to_string(getpid()) + " " +
+                                process_stat(getpid(), 22) + " 0");
+  });
+  EXPECT_ANY_THROW(make_shm_backend(request(store, 0, {"a", "a", "a"}, kTimeout)));
+  EXPECT_LT(steady_clock::now() - begin, kLate + kTimeout - milliseconds(500))
+      << "a timeout for each";
+  late.join();
 }
 
 // Rank 3 calls nothing, so nothing can be over before the backends go. Gloo may write to a rank that

@@ -31,8 +31,7 @@ void QueuedWork::end(std::exception_ptr error, int source) {
   finish(std::move(error));
 }
 
-// Else the queue would count it as under way for ever.
-void QueuedWork::run() noexcept {
+std::exception_ptr QueuedWork::run() noexcept {
   std::exception_ptr error;
   try {
     run_();
@@ -40,7 +39,7 @@ void QueuedWork::run() noexcept {
     error = std::current_exception();
   }
   run_ = nullptr;  // lets go of the tensors
-  end(error);
+  return error;
 }
 
 WorkQueue::~WorkQueue() {
@@ -54,15 +53,25 @@ WorkQueue::~WorkQueue() {
 
 bool WorkQueue::is_busy() {
   const std::lock_guard lock(mutex_);
-  return busy_ || !queue_.empty();
+  return num_left_ > 0;
+}
+
+void WorkQueue::run(QueuedWork& work) noexcept {
+  const std::exception_ptr error = work.run();
+  {
+    const std::lock_guard lock(mutex_);
+    --num_left_;
+  }
+  work.end(error);
 }
 
 void WorkQueue::launch(const c10::intrusive_ptr<QueuedWork>& work, bool in_background) {
   std::unique_lock lock(mutex_);
+  ++num_left_;
   if (!in_background && !busy_ && queue_.empty()) {
     busy_ = true;
     lock.unlock();
-    work->run();
+    run(*work);
     lock.lock();
     busy_ = false;
     if (!queue_.empty()) changed_.notify_all();
@@ -90,7 +99,7 @@ void WorkQueue::run_all() {
     {
       std::optional<at::ThreadLocalStateGuard> guard;
       if (work->state_) guard.emplace(*work->state_);
-      work->run();
+      run(*work);
     }
     lock.lock();
     busy_ = false;

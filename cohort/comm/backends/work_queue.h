@@ -34,7 +34,7 @@ class QueuedWork : public c10d::Work {
  private:
   friend class WorkQueue;
   void keep_state() { state_.emplace(); }
-  void run() noexcept;
+  std::exception_ptr run() noexcept;
 
   Tensors results_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
@@ -57,17 +57,19 @@ class WorkQueue {
   WorkQueue& operator=(const WorkQueue&) = delete;
 
   void launch(const c10::intrusive_ptr<QueuedWork>& work, bool in_background);
-  /// Whether an operation has not ended.
+  /// Whether an operation has not run. One whose end can be seen has.
   bool is_busy();
 
  private:
+  void run(QueuedWork& work) noexcept;
   void run_all();
 
   const std::string thread_name_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<c10::intrusive_ptr<QueuedWork>> queue_;
-  bool busy_ = false;  // an operation is under way
+  size_t num_left_ = 0;  // have not run
+  bool busy_ = false;    // an operation runs, or a callback of its future
   bool ending_ = false;
   std::thread thread_;  // begun by the first operation in the background
 };

@@ -75,9 +75,7 @@ at::Tensor flat_of(const at::Tensor& tensor) {
 BackendRequest request_of(const BackendRequest& request, const std::string& name, int rank,
                           size_t size, std::chrono::steady_clock::time_point deadline) {
   BackendRequest part = request;
-  part.timeout =
-      std::max(std::chrono::ceil<milliseconds>(deadline - std::chrono::steady_clock::now()),
-               milliseconds(1));
+  part.timeout = time_left(deadline);
   part.store = c10::make_intrusive<c10d::PrefixStore>(name, request.store);
   part.rank = rank;
   part.world_size = static_cast<int>(size);

@@ -181,13 +181,14 @@ std::vector<int> numbers_of(const BackendRequest& request, std::vector<int> name
 
 // Makes `room_each` the least that a rank has.
 std::vector<PeerProcess> find_peers(const BackendRequest& request, const std::vector<int>& names,
+                                    std::chrono::steady_clock::time_point deadline,
                                     size_t& room_each) {
   const auto key = [](int rank) { return "process/" + std::to_string(rank); };
   request.store->set(key(request.rank), describe_self(room_each));
   const std::string own = own_host();
   std::vector<PeerProcess> peers;
   for (int peer = 0; peer < request.world_size; ++peer) {
-    request.store->wait({key(peer)}, request.timeout);
+    request.store->wait({key(peer)}, time_left(deadline));
     std::istringstream text(request.store->get_to_str(key(peer)));
     const std::string name = std::to_string(names[static_cast<size_t>(peer)]);
     std::string host, started;
@@ -257,15 +258,16 @@ std::shared_ptr<Arena> make_arena(const std::shared_ptr<const SharedMemory>& mem
 
 }  // namespace
 
-ShmBackend::ShmBackend(const BackendRequest& request, std::vector<int> names)
+ShmBackend::ShmBackend(const BackendRequest& request, std::vector<int> names,
+                       std::chrono::steady_clock::time_point deadline)
     : Backend(request.rank, request.world_size),
       timeout_(request.timeout),
       names_(numbers_of(request, std::move(names))),
       room_each_(room_of_each(request.world_size)),
-      peers_(find_peers(request, names_, room_each_)),
+      peers_(find_peers(request, names_, deadline, room_each_)),
       memory_(std::make_shared<const SharedMemory>(SharedMemory::share(
           *request.store, request.rank, request.world_size, own_bytes(request.world_size),
-          request.timeout, room_each_ * static_cast<size_t>(request.world_size)))),
+          time_left(deadline), room_each_ * static_cast<size_t>(request.world_size)))),
       arena_(make_arena(memory_, request.rank, request.world_size, room_each_)),
       exchange_(
           memory_->data(), request.rank, peers_, names_,

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
 #include <vector>
 
 #include "cohort/comm/backend.h"
@@ -42,7 +43,8 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
  public:
   /// Collective over the request's ranks; blocks, at most its timeout. `names`: what errors of
   /// collectives call the ranks; empty: by their numbers.
-  explicit ShmBackend(const BackendRequest& request, std::vector<int> names = {});
+  explicit ShmBackend(const BackendRequest& request, std::vector<int> names = {})
+      : ShmBackend(request, std::move(names), std::chrono::steady_clock::now() + request.timeout) {}
   ~ShmBackend() override;
 
   const std::string getBackendName() const override { return "shm"; }
@@ -102,6 +104,8 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
 
  private:
+  ShmBackend(const BackendRequest& request, std::vector<int> names,
+             std::chrono::steady_clock::time_point deadline);
   WorkPtr launch(BackendCall call);
   WorkPtr receive(c10d::OpType type, const at::Tensor& tensor, int from, int tag);
   void run(const BackendCall& call);
