@@ -103,8 +103,11 @@ class MemberList {
 
   // Whether a rank has begun to register.
   bool is_begun() { return store_->check({kNumJoined}); }
-  // Whether a rank has found all the others there.
-  bool is_complete() { return store_->check({kComplete}); }
+  // Whether a rank has found all the others there, or has given up waiting for one.
+  bool is_over() {
+    return store_->check({kComplete}) ||
+           (store_->check({kError}) && store_->get_to_str(kError).starts_with("p"));
+  }
   // A new process may replace one that has ended; on another host that cannot be checked.
   void check_that_holder_is_gone() {
     const std::string key = member_key(info_.rank);
@@ -141,6 +144,7 @@ class MemberList {
       }
       std::this_thread::sleep_for(pause);
     }
+    check_for_error();  // A rank may have given up just before the last one came.
     std::vector<Member> members;
     for (const std::vector<uint8_t>& entry : store_->multiGet(keys))
       members.push_back(Member::parse({entry.begin(), entry.end()}));
@@ -323,7 +327,7 @@ Rendezvous join_rendezvous(const RankInfo& info, const RendezvousOptions& option
     const auto list_of = [&](int64_t number) {
       return MemberList(part_of(connection.store, number, "roster"), agent, info, start, deadline);
     };
-    while (list_of(generation.number).is_complete() || list_of(generation.number + 1).is_begun())
+    while (list_of(generation.number).is_over() || list_of(generation.number + 1).is_begun())
       ++generation.number;
     if (generation.is_first && generation.number > 0)
       list_of(generation.number - 1).check_that_holder_is_gone();

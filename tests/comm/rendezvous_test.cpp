@@ -207,6 +207,19 @@ TEST(RendezvousTest, ARankThatGaveUpJoinsOneThatComesLater) {
   expect_each_says(late, "joined");
 }
 
+TEST(RendezvousTest, ARankThatComesAfterOneGaveUpMeetsItsNextTry) {
+  const int port = free_port();
+  expect_each_says(join_all({info_of(0, 2, port)}, seconds(1)), "1 of 2 ranks have come");
+  std::vector<std::string> early, late;
+  {
+    const std::jthread second([&] { late = join_all({info_of(1, 2, port)}, seconds(20)); });
+    std::this_thread::sleep_for(milliseconds(300));
+    early = join_all({info_of(0, 2, port)}, seconds(20));
+  }
+  expect_each_says(early, "joined");
+  expect_each_says(late, "joined");
+}
+
 // Such as a worker of a round before, or of another job with the same port.
 TEST(RendezvousTest, RanksOfAnotherJobHurtNobody) {
   const int port = free_port();
