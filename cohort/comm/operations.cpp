@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <numeric>
 
 #include "cohort/comm/libtorch_version.h"
@@ -152,14 +153,29 @@ void check_parts(const at::Tensor& whole, const at::Tensor& part, int size, cons
                     part.numel(), " elements, got ", whole.numel());
 }
 
-// What a backend may read while `written` is written to. MPI forbids them to overlap.
-at::Tensor read_beside(const at::Tensor& read, const at::Tensor& written,
-                       c10d::ProcessGroup& backend) {
-  const bool overlaps = read.is_alias_of(written);
+// Both are contiguous.
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  const auto* x = static_cast<const std::byte*>(a.const_data_ptr());
+  const auto* y = static_cast<const std::byte*>(b.const_data_ptr());
+  return a.is_alias_of(b) && x < y + b.nbytes() && y < x + a.nbytes();
+}
+
+// What a backend may read while `written` is written to.
+at::Tensor read_beside(const at::Tensor& read, const at::Tensor& written) {
+  return overlap(read, written) ? read.clone() : read;
+}
+
+// The same where one of both may be this rank's part of the other. MPI forbids even that.
+at::Tensor read_beside_own_part(const at::Tensor& read, const at::Tensor& written,
+                                c10d::ProcessGroup& backend) {
+  const at::Tensor& whole = read.nbytes() < written.nbytes() ? written : read;
+  const at::Tensor& part = &whole == &read ? written : read;
+  const auto* own = static_cast<const std::byte*>(whole.const_data_ptr()) +
+                    static_cast<size_t>(backend.getRank()) * part.nbytes();
   const auto name = backend.getBackend(read.device().type())->getBackendName();
   const bool may_overlap =
       name == "nccl" || name == "gloo" || name == "shm" || name == "hierarchical";
-  return overlaps && !may_overlap ? read.clone() : read;
+  return may_overlap && part.const_data_ptr() == own ? read : read_beside(read, written);
 }
 
 // For an operation that reads it, too.
@@ -288,7 +304,8 @@ Operation all_gather_of(c10d::ProcessGroup& backend, const at::Tensor& output,
               [&backend, written, read = readable(input)](bool async_op) {
                 written.bump_version();
                 at::Tensor output_bytes = as_bytes(written.memory);
-                at::Tensor input_bytes = as_bytes(read_beside(read, written.memory, backend));
+                at::Tensor input_bytes =
+                    as_bytes(read_beside_own_part(read, written.memory, backend));
                 return backend.COHORT_ALL_GATHER_SINGLE(output_bytes, input_bytes,
                                                         {.asyncOp = async_op});
               },
@@ -327,7 +344,9 @@ Operation gather_of(c10d::ProcessGroup& backend, const Tensors& outputs, const a
               output.bump_version();
               output_lists[0].push_back(as_bytes(output.memory));
             }
-            Tensors inputs{as_bytes(read)};
+            at::Tensor input = read;
+            for (const Written& output : written) input = read_beside(input, output.memory);
+            Tensors inputs{as_bytes(input)};
             c10d::GatherOptions options;
             options.asyncOp = async_op;
             options.rootRank = root;
@@ -352,7 +371,8 @@ Operation scatter_of(c10d::ProcessGroup& backend, const at::Tensor& output, cons
           [&backend, written, read, root](bool async_op) {
             written.bump_version();
             std::vector<Tensors> input_lists(backend.getRank() == root ? 1 : 0);
-            for (const at::Tensor& input : read) input_lists[0].push_back(as_bytes(input));
+            for (const at::Tensor& input : read)
+              input_lists[0].push_back(as_bytes(read_beside(input, written.memory)));
             Tensors outputs{as_bytes(written.memory)};
             c10d::ScatterOptions options;
             options.asyncOp = async_op;
@@ -374,7 +394,7 @@ Operation reduce_scatter_of(c10d::ProcessGroup& backend, const at::Tensor& outpu
               [&backend, written, read = readable(input), op](bool async_op) {
                 written.bump_version();
                 at::Tensor part = written.memory;
-                at::Tensor whole = read_beside(read, part, backend);
+                at::Tensor whole = read_beside_own_part(read, part, backend);
                 c10d::ReduceScatterOptions options;
                 options.asyncOp = async_op;
                 options.reduceOp = backend_op(op);
@@ -423,7 +443,7 @@ Operation all_to_all_of(c10d::ProcessGroup& backend, const at::Tensor& output,
                in_counts](bool async_op) mutable {
                 written.bump_version();
                 at::Tensor output_bytes = as_bytes(written.memory);
-                at::Tensor input_bytes = as_bytes(read);
+                at::Tensor input_bytes = as_bytes(read_beside(read, written.memory));
                 return backend.COHORT_ALL_TO_ALL_SINGLE(output_bytes, input_bytes, out_counts,
                                                         in_counts, {.asyncOp = async_op});
               },

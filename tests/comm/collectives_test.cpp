@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <numeric>
 #include <signal.h>
 #include <unistd.h>
 
 #include "cohort/base/error.h"
 #include "cohort/comm/process_group.h"
+#include "cohort/comm/shared_tensor.h"
 
 #include "tests/support/ranks.h"
 
@@ -253,6 +255,74 @@ void expect_exchange_in_place(const ProcessGroup& group) {
   EXPECT_TRUE(part.equal(expected[group.rank()]));
   group.all_gather_into(own, part);
   EXPECT_TRUE(own.equal(expected));
+}
+
+// What is written to is what is read, but not this rank's part of it.
+void expect_overlapping_exchange(const ProcessGroup& group) {
+  const int size = group.size(), next = (group.rank() + 1) % size;
+  // A number that tells rank and place.
+  const auto mine = [&](int64_t numel) { return at::arange(numel) * size + group.rank(); };
+  for (const int64_t width : {2, 100'003}) {
+    const auto part = [&](const at::Tensor& whole, int index) {
+      return whole.narrow(0, index * width, width);
+    };
+    const auto shared = [&](const at::Tensor& values) {
+      return empty_shared(group, values.numel(), values.options()).copy_(values.flatten());
+    };
+    const at::Tensor gathered = at::empty({size * width}, at::kLong);
+    group.all_gather_into(gathered, part(mine(size * width), next).clone());
+    const at::Tensor whole = shared(mine(size * width));
+    group.all_gather_into(whole, part(whole, next));
+    EXPECT_TRUE(whole.equal(gathered));
+
+    const at::Tensor reduced = at::empty({width}, at::kLong);
+    group.reduce_scatter(reduced, mine(size * width));
+    const at::Tensor terms = shared(mine(size * width));
+    const at::Tensor across = terms.narrow(0, width / 2, width);
+    group.reduce_scatter(across, terms);
+    EXPECT_TRUE(across.equal(reduced));
+
+    const at::Tensor many = shared(mine(size * width));
+    std::vector<at::Tensor> outputs, inputs;
+    for (int peer = 0; peer < size; ++peer) {
+      if (group.rank() == size - 1) outputs.push_back(part(many, peer));
+      if (group.rank() == size - 1) inputs.push_back(part(many, peer));
+    }
+    group.gather_async(outputs, part(many, 0), size - 1).wait();
+    if (group.rank() == size - 1) {
+      for (int peer = 0; peer < size; ++peer)
+        EXPECT_TRUE(outputs[static_cast<size_t>(peer)].equal(at::arange(width) * size + peer));
+    }
+    many.copy_(mine(size * width));
+    group.scatter(part(many, (group.rank() + 1) % size), inputs, size - 1);
+    EXPECT_TRUE(
+        part(many, next).equal(part(at::arange(size * width) * size + size - 1, group.rank())));
+
+    // Rank 0 sends and receives other numbers of rows than it has for each.
+    std::vector<int64_t> to(static_cast<size_t>(size), 2), from(static_cast<size_t>(size), 2);
+    if (size > 2 && group.rank() == 0) to[1] = 4, to[2] = 0, from[1] = 0, from[2] = 4;
+    if (size > 2 && group.rank() == 1) from[0] = 4, to[0] = 0;
+    if (size > 2 && group.rank() == 2) from[0] = 0, to[0] = 4;
+    const auto count = [](const std::vector<int64_t>& splits) {
+      return std::accumulate(splits.begin(), splits.end(), int64_t{0});
+    };
+    const at::Tensor table =
+        shared(mine(std::max(count(to), count(from)) * width)).view({-1, width});
+    const at::Tensor sent = table.narrow(0, 0, count(to)),
+                     received = table.narrow(0, 0, count(from));
+    const at::Tensor expected = at::empty_like(received);
+    group.all_to_all(expected, sent.clone(), from, to);
+    group.all_to_all(received, sent, from, to);
+    EXPECT_TRUE(received.equal(expected));
+  }
+}
+
+TEST(CollectivesTest, AnOutputMayOverlapWhatIsReadAmongTwo) {
+  test::ranks(2, expect_overlapping_exchange);
+}
+
+TEST(CollectivesTest, AnOutputMayOverlapWhatIsReadAmongThree) {
+  test::ranks(3, expect_overlapping_exchange);
 }
 
 TEST(CollectivesTest, OnePartOfABufferMayBeTheOtherEndAmongTwo) {

@@ -16,6 +16,7 @@
 #include "cohort/base/program.h"
 #include "cohort/comm/backends/shm/arena.h"
 #include "cohort/comm/backends/shm/rank_signals.h"
+#include "cohort/comm/libtorch_version.h"
 #include "cohort/comm/shared_tensor.h"
 
 #include "tests/support/message_of.h"
@@ -98,7 +99,7 @@ void check_parts(const ProcessGroup& group, at::ScalarType type, int64_t numel) 
   EXPECT_TRUE(at::equal(out, exchanged)) << type << " of " << numel;
 }
 
-// What this rank writes to is read by others.
+// What this rank writes to is read by others. ProcessGroup would copy it before.
 void check_overlaps(const ProcessGroup& group) {
   constexpr int64_t kNumel = 400003;
   const int size = group.size();
@@ -107,12 +108,19 @@ void check_overlaps(const ProcessGroup& group) {
     for (int part = 0; part < size; ++part) {
       const at::Tensor whole = shared_copy(group, terms), expected = at::empty({kNumel});
       group.reduce_scatter(expected, terms.clone());
-      group.reduce_scatter(whole.narrow(0, part * kNumel, kNumel), whole);
-      EXPECT_TRUE(at::equal(whole.narrow(0, part * kNumel, kNumel), expected)) << part;
+      at::Tensor output = whole.narrow(0, part * kNumel, kNumel), input = whole;
+      group.run_collective("reduce_scatter", [&] {
+        group.c10d_group().COHORT_REDUCE_SCATTER_SINGLE(output, input, {})->wait();
+      });
+      EXPECT_TRUE(at::equal(output, expected)) << part;
     }
-    const at::Tensor x = shared_copy(group, terms), expected = at::empty_like(terms);
+    at::Tensor x = shared_copy(group, terms), equal_parts = x;
+    const at::Tensor expected = at::empty_like(terms);
     group.all_to_all(expected, terms.clone());
-    group.all_to_all(x, x);
+    std::vector<int64_t> none, none_either;
+    group.run_collective("all_to_all", [&] {
+      group.c10d_group().COHORT_ALL_TO_ALL_SINGLE(x, equal_parts, none, none_either, {})->wait();
+    });
     EXPECT_TRUE(at::equal(x, expected));
   }
 }
