@@ -4,9 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <fstream>
 #include <gtest/gtest.h>
 #include <malloc.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include "cohort/parallel/sharding/buffer_pool.h"
 
@@ -163,6 +165,32 @@ TEST(BufferPoolTest, PagesOfShortPiecesMakeALongOne) {
   EXPECT_LE(page_faults() - before, 50) << "of 3,072 pages";
   EXPECT_TRUE(at::equal(whole, at::ones_like(whole)));
   EXPECT_TRUE(at::equal(kept, at::ones_like(kept)));
+}
+
+// In a child: a limit of memory that programs write to refuses the new pages of a long tensor.
+TEST(BufferPoolTest, WhatIsRefusedTakesNothing) {
+  const auto refused = [] {
+    const auto pool = std::make_shared<BufferPool>();
+    {
+      const at::Tensor first = bytes_of(*pool, 6 * kMiB), kept = bytes_of(*pool, 2 * kMiB);
+      const at::Tensor third = bytes_of(*pool, 6 * kMiB);
+    }
+    int64_t text_and_more, data;
+    std::ifstream statm("/proc/self/statm");
+    for (int i = 0; i < 5; ++i) statm >> text_and_more;
+    statm >> data;
+    const rlimit limit{.rlim_cur = static_cast<rlim_t>(data * ::getpagesize() + 8 * kMiB),
+                       .rlim_max = RLIM_INFINITY};
+    const int64_t before = test::process_memory().mapped;
+    if (setrlimit(RLIMIT_DATA, &limit) != 0) std::_Exit(2);
+    try {
+      bytes_of(*pool, 64 * kMiB);
+    } catch (const c10::OutOfMemoryError&) {
+      std::_Exit(test::process_memory().mapped <= before + kMiB ? 0 : 3);
+    }
+    std::_Exit(4);
+  };
+  EXPECT_EXIT(refused(), testing::ExitedWithCode(0), "");
 }
 
 TEST(BufferPoolTest, GoesWithItsLastTensor) {

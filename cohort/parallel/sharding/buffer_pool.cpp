@@ -71,16 +71,22 @@ std::byte* BufferPool::take(size_t bytes) {
 // Of pages from pieces that are too short, and of new ones.
 std::byte* BufferPool::assemble(size_t bytes) {
   std::byte* begin = reserve(bytes);
+  // The system takes back what has been moved, too.
+  const auto check = [&](bool done) {
+    if (!done) ::munmap(begin, bytes);
+    check_memory(done, bytes);
+  };
   size_t moved = 0;
   for (; moved < bytes; moved += kHugePage) {
     const auto page = free_.take(kHugePage);
     if (!page) break;
-    check_memory(::mremap(reinterpret_cast<void*>(*page), kHugePage, kHugePage,
-                          MREMAP_MAYMOVE | MREMAP_FIXED, begin + moved) != MAP_FAILED,
-                 bytes);
+    const bool done = ::mremap(reinterpret_cast<void*>(*page), kHugePage, kHugePage,
+                               MREMAP_MAYMOVE | MREMAP_FIXED, begin + moved) != MAP_FAILED;
+    if (!done) free_.give_back(*page, kHugePage);
+    check(done);
   }
   if (moved == bytes) return begin;
-  check_memory(::mprotect(begin + moved, bytes - moved, PROT_READ | PROT_WRITE) == 0, bytes);
+  check(::mprotect(begin + moved, bytes - moved, PROT_READ | PROT_WRITE) == 0);
   ::madvise(begin + moved, bytes - moved, MADV_HUGEPAGE);  // If there are none, small ones do.
   return begin;
 }
