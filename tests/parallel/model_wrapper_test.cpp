@@ -169,33 +169,61 @@ TEST(ClipGradTest, ByValueIsThatOfOneProcess) {
   }
 }
 
-// Ids that one rank has twice, and that both have.
-TEST(ClipGradTest, SparseGradientsAreClippedAsDenseOnes) {
-  test::ranks(2, [](const ProcessGroup& group) {
-    const auto embedding = [](bool sparse) {
-      torch::nn::Embedding made(torch::nn::EmbeddingOptions(9, 4).sparse(sparse));
-      made->to(at::kDouble);
-      made->weight.set_data(at::arange(36, at::kDouble).view({9, 4}) / 10);
-      return made;
-    };
-    const auto loss = [](auto& model, int rank) {
-      return model(at::tensor({3 + rank, 4, 3 + rank, 7})).pow(2).sum();
-    };
-    for (const auto clip_norm : {true, false}) {
-      torch::nn::Embedding dense = embedding(false), sparse = embedding(true);
-      for (const int rank : {0, 1}) (loss(dense, rank) / 2).backward();
-      DistributedDataParallel ddp(sparse, group);
-      loss(ddp, group.rank()).backward();
-      ASSERT_TRUE(sparse->weight.grad().is_sparse());
-      if (clip_norm) {
-        const double norm = torch::nn::utils::clip_grad_norm_(dense->weight, 0.1);
-        EXPECT_NEAR(parallel::clip_grad_norm_(ddp, 0.1), norm, kBound * norm);
-      } else {
-        torch::nn::utils::clip_grad_value_(dense->weight, 3);
-        parallel::clip_grad_value_(ddp, 3);
-      }
-      EXPECT_TRUE(at::allclose(sparse->weight.grad().to_dense(), dense->weight.grad(), 0, kBound));
+torch::nn::Embedding embedding_of(bool sparse) {
+  torch::nn::Embedding made(torch::nn::EmbeddingOptions(9, 4).sparse(sparse));
+  made->to(at::kDouble);
+  made->weight.set_data(at::arange(36, at::kDouble).view({9, 4}) / 10);
+  return made;
+}
+
+// Ids that one rank has twice, and that several have. Of several ranks the last has none.
+at::Tensor ids_of(int rank, int world_size) {
+  if (rank > 0 && rank == world_size - 1) return at::empty({0}, at::kLong);
+  return at::tensor({3 + rank, 4, 3 + rank, 7});
+}
+
+void expect_sparse_clipped_as_dense(const ProcessGroup& group) {
+  const int size = group.size();
+  const auto loss = [&](auto& model, int rank) { return model(ids_of(rank, size)).pow(2).sum(); };
+  for (const bool clip_norm : {true, false}) {
+    torch::nn::Embedding dense = embedding_of(false), sparse = embedding_of(true);
+    for (int rank = 0; rank < size; ++rank) (loss(dense, rank) / size).backward();
+    DistributedDataParallel ddp(sparse, group);
+    loss(ddp, group.rank()).backward();
+    ASSERT_TRUE(sparse->weight.grad().is_sparse());
+    if (clip_norm) {
+      const double norm = torch::nn::utils::clip_grad_norm_(dense->weight, 0.1);
+      EXPECT_NEAR(parallel::clip_grad_norm_(ddp, 0.1), norm, kBound * norm);
+    } else {
+      torch::nn::utils::clip_grad_value_(dense->weight, 3);
+      parallel::clip_grad_value_(ddp, 3);
     }
+    EXPECT_TRUE(at::allclose(sparse->weight.grad().to_dense(), dense->weight.grad(), 0, kBound));
+  }
+}
+
+TEST(ClipGradTest, SparseGradientsAreClippedAsDenseOnes) {
+  for (const int world_size : {2, 3, 4}) test::ranks(world_size, expect_sparse_clipped_as_dense);
+}
+
+TEST(ClipGradTest, SparseGradientsAreClippedAsDenseOnesOfOneRank) {
+  expect_sparse_clipped_as_dense(ProcessGroup(comm::RankInfo{}));
+}
+
+TEST(ClipGradTest, SparseGradientsWithoutRowsOrWithNan) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    torch::nn::Embedding sparse = embedding_of(true);
+    DistributedDataParallel ddp(sparse, group);
+    ddp(at::empty({0}, at::kLong)).sum().backward();
+    EXPECT_EQ(parallel::clip_grad_norm_(ddp, 0.1), 0);
+    parallel::clip_grad_value_(ddp, 3);
+    EXPECT_EQ(sparse->weight.grad().coalesce().values().size(0), 0);
+
+    sparse->weight.mutable_grad().reset();
+    const double factor = group.rank() == 1 ? std::numeric_limits<double>::quiet_NaN() : 1;
+    (ddp(at::tensor({2, 5})) * factor).sum().backward();
+    EXPECT_TRUE(std::isnan(parallel::clip_grad_norm_(ddp, 1)));
+    EXPECT_TRUE(sparse->weight.grad().coalesce().values().isnan().all().item<bool>());
   });
 }
 
