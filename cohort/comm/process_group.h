@@ -145,8 +145,10 @@ class ProcessGroup {
   /// Replaces `tensor` by the sum (or other `op`) over ranks, in place, on every rank, and returns
   /// it.
   /// Shapes:   any.
-  /// Numerics: in the tensor's dtype.
-  /// Cost:     2 (W-1)/W of the bytes sent per rank (ring).
+  /// Numerics: in the tensor's dtype; over shm half types are added in float32 and rounded once
+  ///           (hierarchical, mpi: docs/backends.md). On three or more ranks the order of summation
+  ///           depends on the backend.
+  /// Cost:     2 (W-1)/W of the bytes sent per rank over Gloo (ring).
   at::Tensor all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum,
                         CallSite site = CallSite::here()) const;
   Work all_reduce_async(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum,

@@ -44,8 +44,8 @@ struct TableStatistics {
 /// With TableThreads each thread has the rows of its own parts of the index, in slabs of its own, and
 /// large pulls, pushes, insertions and evictions are divided among them. All of a row's updates are
 /// one thread's, in their order: what the table holds, and its counts of events, do not depend on
-/// the number of threads. Undivided are pushes during which the table, or its counts, may get full,
-/// the spill store, and for_each.
+/// the number of threads. One thread alone does pushes during which the table, or its counts, may
+/// become full, all work on the spill store, and for_each.
 /// Threads: one caller at a time. Local. Sizes of spans are the caller's promise: a server checks
 /// them when a message arrives (DeclaredJob).
 class RowTable {

@@ -14,8 +14,8 @@ namespace cohort::comm {
 /// A sleeper looks this often whether its peers live.
 inline constexpr std::chrono::milliseconds kLookInterval{10};
 
-/// Sleeps until `word` is not `seen`; with `looks`, for kLookInterval at most. `sleepers`: how many
-/// do.
+/// Sleeps until `word` differs from `seen`; with `looks`, for kLookInterval at most. `sleepers`
+/// counts the threads that sleep.
 inline void sleep_until_changed(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers,
                                 uint32_t seen, bool looks = true) {
   const timespec look{.tv_sec = 0, .tv_nsec = std::chrono::nanoseconds(kLookInterval).count()};
@@ -28,7 +28,7 @@ inline void sleep_until_changed(std::atomic<uint32_t>& word, std::atomic<uint32_
   sleepers.fetch_sub(1);
 }
 
-/// Wakes who sleeps until `word` changes. After it has, in the order of sequential consistency.
+/// Wakes all that sleep on `word`. Call it after a sequentially consistent store to `word`.
 inline void wake_sleepers(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers) {
   if (sleepers.load() == 0) return;
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);

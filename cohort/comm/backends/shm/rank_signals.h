@@ -60,8 +60,8 @@ class RankSignals {
   /// Errors: CallMismatch: a peer calls something else. c10::DistBackendError: it has ended or left;
   ///         the deadline; `abort`, of any rank.
   void wait(uint32_t step);
-  /// After `wait`, of what peers might have changed meanwhile: of a step that all have arrived at,
-  /// too, one may have ended its call since it arrived at the step before.
+  /// Throws if a rank has aborted. Call it after `wait`, when you have read what peers may change:
+  /// even if all ranks have arrived at a step, a peer's call may have failed since the step before.
   /// Errors: c10::DistBackendError after an `abort`, of any rank.
   void check_aborted() const;
   /// Says, before `arrive`, where this rank's tensor lies. It holds until all ranks have arrived at

@@ -19,10 +19,10 @@ namespace cohort::comm {
 /// Step s uses every rank's slot s mod kSlots. A rank puts step s + 1 down before it reads step s,
 /// so that peers seldom wait for each other.
 ///
-/// Tensors of some length that lie in the room where each rank has memory which all ranks see are
-/// not put down: ranks read them in place, between two steps. The bits are the same. Ranks learn
-/// that by a step before; one whose tensor lies elsewhere leads all to the slots. A rank whose call
-/// fails does not wait for those that still read and write its tensor.
+/// Messages of at least kLeastInPlace bytes whose tensors lie in the ranks' rooms (Rooms) are not
+/// copied into slots: ranks read them in place, between two steps, with the same bits as result. In
+/// a step before, the ranks exchange where their tensors lie; if one lies elsewhere, all ranks use
+/// the slots. A rank whose call fails does not wait for ranks that still read or write its tensor.
 /// Collective: every function, in the same order on all ranks; blocks until `begin`'s deadline.
 /// Errors:     RankSignals'.
 /// Threads:    one; `abort` any.
