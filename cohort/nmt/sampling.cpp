@@ -50,10 +50,14 @@ double sampling_number(uint64_t seed, int64_t sentence, int64_t sample, int64_t 
   return static_cast<double>(bits >> 11) * 0x1.0p-53;
 }
 
+// A float. With it all but the likeliest tokens have a weight of 0 already.
+constexpr double kGreatestExponent = 1e30;
+
 Candidate draw(const LogProbs& log_probs, int64_t row, const SamplingOptions& options,
                std::span<const int64_t> banned, double number) {
   if (options.topk == 0 && options.topp == 1)
-    return log_probs.draw(row, 1 / options.temperature, banned, number);
+    return log_probs.draw(row, std::min(1 / options.temperature, kGreatestExponent), banned,
+                          number);
   const auto likeliest = log_probs.greatest(row, 1, banned);
   TORCH_CHECK(!likeliest.empty(), "sampling: no token is left to draw from");
   // Relative to the likeliest one's, so that a low temperature leaves it in float64's range.

@@ -373,7 +373,8 @@ TEST(FusedTest, ActivationsOfExtremesAreAtens) {
     const at::Tensor x = at::tensor({-3e4, -90.0, -20.0, 0.0, 20.0, 90.0, 3e4, NAN}).to(type);
     DropoutStream stream;
     for (const auto& [ours, atens] : {std::pair{gelu_dropout(x, 0, stream), at::gelu(x)},
-                                      {swish_dropout(x, 0, stream), at::silu(x)}}) {
+                                      {swish_dropout(x, 0, stream), at::silu(x)},
+                                      {relu_dropout(x, 0, stream), at::relu(x)}}) {
       EXPECT_TRUE(at::allclose(ours, atens, 1e-6, 1e-7, /*equal_nan=*/true)) << ours << atens;
     }
   });

@@ -337,6 +337,15 @@ TEST(SamplingTest, ShareOfEachTokenIsItsProbability) {
 }
 
 // Of many columns, in all forms that scores have, beside the definition in float64.
+TEST(SamplingTest, TheLowestTemperatureDrawsTheLikeliest) {
+  at::Tensor scores = at::zeros({1, 600});
+  scores[0][400] = 1;
+  for (const double temperature : {1e-3, 1e-39, 1e-308}) {
+    EXPECT_EQ(draw(LogProbs(scores), 0, {.temperature = temperature}, {}, 0.5).column, 400)
+        << temperature;
+  }
+}
+
 TEST(SamplingTest, ANumberDrawsTheColumnWhoseShareItFallsInto) {
   torch::manual_seed(6);
   const std::vector<int64_t> banned{0, 2, 700};

@@ -60,7 +60,7 @@ at::Tensor aten_add_dropout_backward(const at::Tensor& grad, at::ScalarType type
 
 at::Tensor aten_relu_dropout(const at::Tensor& x, const Dropping& dropping) {
   const at::Tensor values = widened(x);
-  return drop(at::where(values > 0, values, 0), x, dropping);
+  return drop(at::where(values <= 0, 0, values), x, dropping);
 }
 
 at::Tensor aten_relu_dropout_backward(const at::Tensor& out, const at::Tensor& grad, float scale) {

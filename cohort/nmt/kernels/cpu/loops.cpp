@@ -40,7 +40,7 @@ void relu_dropout(const T* x, T* out, int64_t n, DropoutRule rule) {
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
       const typename M::Acc value = M::load(x[first + i]);
-      const typename M::Acc kept = value > 0 ? value * rule.scale : 0;
+      const typename M::Acc kept = value <= 0 ? 0 : value * rule.scale;
       out[first + i] = M::store(random[i] < rule.threshold ? 0 : kept);
     }
   });
@@ -64,7 +64,7 @@ void bias_relu_dropout(T* row, const typename Math<T>::Acc* bias, int64_t n, Dro
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
       const typename M::Acc value = M::load(row[first + i]) + bias[first + i];
-      const typename M::Acc kept = value > 0 ? value * rule.scale : 0;
+      const typename M::Acc kept = value <= 0 ? 0 : value * rule.scale;
       row[first + i] = M::store(random[i] < rule.threshold ? 0 : kept);
     }
   });

@@ -107,7 +107,7 @@ COHORT_DEVICE inline void drop_elements(const DropLaunch& launch, const In* in, 
   for (int i = 0; i < kElements; ++i) {
     if (i >= count) break;
     auto value = wide(in[i]);
-    if (launch.relu) value = value > 0 ? value : 0;
+    if (launch.relu) value = value <= 0 ? 0 : value;
     const auto left = drop(value, first + i);
     if (added == nullptr) {
       store(left, out[i]);
