@@ -62,6 +62,7 @@ int run(EvaluateFlags& flags) {
   auto [model, tokenizers] = load_trained(flags.model);
   const auto pairs = text::read_parallel_text(flags.test_sets);
   const auto corpus = translate::tokenize(pairs, tokenizers.source, tokenizers.target);
+  translate::check_lengths("--test-sets", corpus, model->options().max_positions);
   train::Progress progress;
   if (group.rank() == 0 && train::is_terminal(STDERR_FILENO)) {
     options.on_batch = [&](int64_t done, int64_t total) {

@@ -100,6 +100,18 @@ Corpus tokenize(const text::ParallelText& pairs, const text::Tokenizer& source,
   return {sources, targets};
 }
 
+void check_lengths(const std::string& flag, const Corpus& corpus, int64_t max_positions) {
+  for (int64_t i = 0; i < corpus.size(); ++i) {
+    const auto [source, target] = corpus.lengths()[static_cast<size_t>(i)];
+    const int64_t tokens = std::max(source, target);
+    if (tokens > max_positions) {
+      throw ConfigError(flag + ": pair " + std::to_string(i + 1) + " has " +
+                        std::to_string(tokens) + " tokens: expected at most " +
+                        std::to_string(max_positions));
+    }
+  }
+}
+
 nmt::Batch make_batch(const Corpus& corpus, std::span<const int32_t> indices) {
   const auto rows = std::ssize(indices);
   int64_t source_width = 1;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "cohort/base/safetensors.h"
@@ -51,6 +52,10 @@ class Corpus {
 /// Tokenises all pairs.
 Corpus tokenize(const text::ParallelText& pairs, const text::Tokenizer& source,
                 const text::Tokenizer& target);
+
+/// Errors: ConfigError that begins with `flag` and names the first pair that has more than
+/// `max_positions` tokens on a side: evaluation keeps every pair.
+void check_lengths(const std::string& flag, const Corpus& corpus, int64_t max_positions);
 
 /// Puts the pairs `indices` of `corpus` into one padded batch, in that order.
 nmt::Batch make_batch(const Corpus& corpus, std::span<const int32_t> indices);

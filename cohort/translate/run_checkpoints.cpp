@@ -38,11 +38,12 @@ std::string run_id() {
   return env_string("TORCHELASTIC_RUN_ID").value_or("");
 }
 
-// Whether this process is the launcher's second attempt at the run that wrote this metadata.
-bool is_restart_of(const train::Metadata& metadata) {
+// Whether this process is the launcher's second attempt at the run that wrote this checkpoint.
+bool is_restart_of(const fs::path& last) {
+  if (env_int("TORCHELASTIC_RESTART_COUNT", 0).value_or(0) == 0) return false;
+  const train::Metadata metadata = train::read_manifest(last);
   const auto found = metadata.find("run_id");
-  return env_int("TORCHELASTIC_RESTART_COUNT", 0).value_or(0) > 0 && found != metadata.end() &&
-         found->second == run_id();
+  return found != metadata.end() && found->second == run_id();
 }
 
 // Nothing if there is no checkpoint. Reads all of it: one that is damaged must not pass for the
@@ -91,7 +92,7 @@ Fd hold_run_folder(const std::string& model_dir) {
 Start find_start(const TrainingOptions& options) {
   const fs::path folder = options.model_dir;
   if (fs::exists(folder / "last" / "manifest.json") &&
-      (!options.overwrite || is_restart_of(train::read_manifest(folder / "last")))) {
+      (!options.overwrite || is_restart_of(folder / "last"))) {
     return Start::kResume;
   }
   if (options.overwrite) return Start::kFresh;
@@ -121,12 +122,13 @@ void remove_earlier_run(const std::string& model_dir) {
 }
 
 RunCheckpoints::RunCheckpoints(const TrainingOptions& options, std::string text_sha256,
-                               const Log& log)
+                               std::string valid_sha256, const Log& log)
     : options_(options),
       log_(log),
       last_(options.model_dir + "/last"),
       best_(options.model_dir + "/best"),
-      text_sha256_(std::move(text_sha256)) {}
+      text_sha256_(std::move(text_sha256)),
+      valid_sha256_(std::move(valid_sha256)) {}
 
 // Computed when it is first asked for: a new run's vocabularies come into the folder late.
 const train::Metadata& RunCheckpoints::data_metadata() const {
@@ -135,13 +137,6 @@ const train::Metadata& RunCheckpoints::data_metadata() const {
     data_metadata_->emplace("train_sets_sha256", text_sha256_);
   }
   return *data_metadata_;
-}
-
-// Of the files in their order; empty without a validation set.
-std::string RunCheckpoints::valid_sets_sha256() const {
-  std::string sums;
-  for (const fs::path& file : options_.valid_sets) sums += sha256_of_file(file.string());
-  return sums;
 }
 
 train::Metadata RunCheckpoints::model_metadata(int64_t update) const {
@@ -159,7 +154,7 @@ void RunCheckpoints::check_same_run(const train::Metadata& found) const {
   expected.insert(data_metadata().begin(), data_metadata().end());
   expected["valid_metric"] = to_string(options_.valid_metrics.front());
   // Scores of two texts are no one scale. Versions up to 0.3 do not tell the text.
-  if (found.contains("valid_sets_sha256")) expected["valid_sets_sha256"] = valid_sets_sha256();
+  if (found.contains("valid_sets_sha256")) expected["valid_sets_sha256"] = valid_sha256_;
   // BLEU of two tokenizers is no one scale.
   if (options_.valid_metrics.front() == ValidMetric::kBleu) {
     const std::string tokenizer = to_string(options_.evaluation.bleu.tokenizer);
@@ -255,7 +250,7 @@ void RunCheckpoints::save_last(const RunState& state, const train::ShardedParts&
   metadata["run_id"] = run_id();
   metadata["valid_metric"] = to_string(options_.valid_metrics.front());
   metadata["valid_tokenize"] = to_string(options_.evaluation.bleu.tokenizer);
-  metadata["valid_sets_sha256"] = valid_sets_sha256();
+  metadata["valid_sets_sha256"] = valid_sha256_;
   write_metadata(state, metadata);
   begin(last_, parts, state.updates, metadata);
   servers_begun_ = state.servers;

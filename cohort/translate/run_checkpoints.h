@@ -42,8 +42,10 @@ void remove_earlier_run(const std::string& model_dir);
 /// Threads: one.
 class RunCheckpoints {
  public:
-  /// `text_sha256` is the training text's. `options` and `log` must outlive this.
-  RunCheckpoints(const TrainingOptions& options, std::string text_sha256, const Log& log);
+  /// `text_sha256` is the training text's, `valid_sha256` the validation text's (valid_sets_sha256).
+  /// `options` and `log` must outlive this.
+  RunCheckpoints(const TrainingOptions& options, std::string text_sha256, std::string valid_sha256,
+                 const Log& log);
 
   /// Where the run in last/ stands. Rank 0 reads; the others need not see its folder.
   ///
@@ -98,7 +100,6 @@ class RunCheckpoints {
   };
 
   const train::Metadata& data_metadata() const;
-  std::string valid_sets_sha256() const;
   train::Metadata model_metadata(int64_t update) const;
   void check_same_run(const train::Metadata& found) const;
   void take_best_that_is_there(RunState& state) const;
@@ -113,7 +114,7 @@ class RunCheckpoints {
   const TrainingOptions& options_;
   const Log& log_;
   const std::string last_, best_;
-  const std::string text_sha256_;
+  const std::string text_sha256_, valid_sha256_;
   // Of the text and the vocabularies that the run rests on.
   mutable std::optional<train::Metadata> data_metadata_;
   std::optional<Best> unwritten_best_;                    // until best/ is known to hold it

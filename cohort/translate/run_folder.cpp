@@ -5,6 +5,7 @@
 #include <charconv>
 #include <chrono>
 #include <functional>
+#include <random>
 #include <span>
 
 #include "cohort/base/checksum.h"
@@ -105,8 +106,12 @@ FreshFiles::~FreshFiles() {
   for (const fs::path& file : files_) fs::remove(beside(file), ignored);
 }
 
-fs::path FreshFiles::beside(const fs::path& file) {
-  return file.string() + ".new";
+fs::path FreshFiles::beside(const fs::path& file) const {
+  return file.string() + suffix_;
+}
+
+fs::path FreshFiles::now(const fs::path& file) const {
+  return std::ranges::find(files_, file) == files_.end() ? file : beside(file);
 }
 
 void FreshFiles::keep() {
@@ -131,13 +136,13 @@ MadeTokenizers make_tokenizers(const std::vector<fs::path>& files, const text::P
   const auto is_made = [&](size_t side) { return rebuild || !fs::exists(files[side]); };
   const std::vector<bool> made{is_made(0), is_made(1)};
   group.barrier("which vocabularies are there");
-  FreshFiles fresh;
+  FreshFiles fresh(group.broadcast_object(std::to_string(std::random_device()())));
   const auto make = [&](size_t side, const char* name, const std::vector<std::string>& sentences,
                         int64_t pieces) {
     if (!made[side]) return;
     fresh.add(files[side]);
     try {
-      text::train_tokenizer(sentences, FreshFiles::beside(files[side]),
+      text::train_tokenizer(sentences, fresh.beside(files[side]),
                             {.vocab_size = static_cast<int32_t>(pieces),
                              .character_coverage = character_coverage(sentences)});
     } catch (const ConfigError& error) {
@@ -156,7 +161,7 @@ MadeTokenizers make_tokenizers(const std::vector<fs::path>& files, const text::P
   });
   std::vector<fs::path> now;
   for (size_t side = 0; side < 2; ++side)
-    now.push_back(made[side] ? FreshFiles::beside(files[side]) : files[side]);
+    now.push_back(made[side] ? fresh.beside(files[side]) : files[side]);
   return {load_tokenizers(now, model), std::move(fresh), now};
 }
 

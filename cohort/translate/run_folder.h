@@ -34,19 +34,24 @@ std::vector<std::filesystem::path> vocab_files(const std::string& model_dir,
 Tokenizers load_tokenizers(const std::vector<std::filesystem::path>& files,
                            const nmt::TransformerOptions& model);
 
-/// Vocabularies that were made for a run which may still be refused: "<file>.new" until `keep`.
+/// Vocabularies that were made for a run which may still be refused: "<file>.new-<id>" until `keep`.
+/// Other runs may make the same ones.
 class FreshFiles {
  public:
-  FreshFiles() = default;
+  /// `id`: of this run, the same on all ranks.
+  explicit FreshFiles(const std::string& id) : suffix_(".new-" + id) {}
   FreshFiles(FreshFiles&&) = default;
   FreshFiles& operator=(FreshFiles&&) = delete;
   ~FreshFiles();  ///< Removes those that were not kept.
 
-  static std::filesystem::path beside(const std::filesystem::path& file);
+  std::filesystem::path beside(const std::filesystem::path& file) const;
   void add(const std::filesystem::path& file) { files_.push_back(file); }
+  /// Where `file` is now: beside its place, or in it.
+  std::filesystem::path now(const std::filesystem::path& file) const;
   void keep();  ///< Puts them into their places.
 
  private:
+  std::string suffix_;
   std::vector<std::filesystem::path> files_;
 };
 

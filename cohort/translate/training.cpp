@@ -322,7 +322,7 @@ TrainingResult train(const TrainingOptions& given, const comm::ProcessGroup& gro
   TrainingOptions options = resolve(given);
   const parallel::DeviceMesh mesh = parallel::init_strategy_mesh(
       group, options.strategy, static_cast<int>(options.tensor_parallel));
-  auto valid_text = text::read_parallel_text(options.valid_sets);  // before anything is written
+  ValidText valid_text = read_valid_text(options);  // before anything is written
   Fd held_folder;
   std::string decision, precision_of_last;
   run_on_ranks(group, "the run's folder", group.rank() == 0, kFolderLimit, [&] {

@@ -37,7 +37,7 @@ TrainingRun::TrainingRun(const TrainingOptions& options, Start start, RunData da
       data_(std::move(data)),
       early_stopping_(stopping_options(options)),
       profiler_(options.profile, group_.rank(), group_.size()),
-      checkpoints_(options, data_.train.sha256, log_) {
+      checkpoints_(options, data_.train.sha256, data_.valid_sha256, log_) {
   if (start == Start::kResume) {
     state_ = checkpoints_.read_last(group_);
     early_stopping_ = train::EarlyStopping(stopping_options(options), state_.early_stopping);

@@ -375,6 +375,8 @@ TEST_F(NmtCommandTest, AnEarlierRunOutlivesARefusedOne) {
   for (const char* kept : {"d/source.spm", "d/target.spm", "d/best", "d/history.jsonl"}) {
     EXPECT_TRUE(fs::exists(path(kept))) << kept;
   }
+  fs::resize_file(path("d/last/manifest.json"), 0);  // As a power cut may leave it.
+  expect_refused(train_flags("d"), "d/last/manifest.json");
   EXPECT_EQ(shell(bin("cohort-nmt") + " " + train_flags("d") + "--after-epochs 1 --overwrite").code,
             0);
 }

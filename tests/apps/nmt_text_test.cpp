@@ -177,6 +177,10 @@ TEST_F(NmtTextTest, ALineThatIsTooLongIsNamedAfterTheScoresBeforeIt) {
   };
   expect_scores_then(path("long.tsv"), 2, path("long.tsv") + ": line 3 has 6");
   expect_scores_then(path("two.en") + " " + path("two.xx"), 1, path("two.xx") + ": line 2 has ");
+  const Ended evaluated = shell(nmt("evaluate --test-sets " + path("long.tsv")));
+  EXPECT_EQ(evaluated.code, 2) << evaluated.output;
+  EXPECT_NE(evaluated.output.find("--test-sets: pair 3 has 6"), std::string::npos)
+      << evaluated.output;
 }
 
 TEST_F(NmtTextTest, AnswersEachLineAtOnceWhenAskedTo) {

@@ -8,6 +8,7 @@
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
+#include "cohort/translate/run_data.h"
 #include "cohort/translate/run_folder.h"
 
 #include "tests/base/temporary_folder.h"
@@ -17,6 +18,40 @@ namespace cohort::translate {
 namespace run_checkpoints_test {
 
 namespace fs = std::filesystem;
+
+// Of --vocabs that are in neither run's folder.
+TEST(FreshFilesTest, TwoRunsMayMakeOneVocabularyAtOnce) {
+  const TemporaryFolder folder;
+  const fs::path file = folder / "v.spm";
+  FreshFiles first("1"), second("2");
+  for (auto [fresh, content] : {std::pair{&first, "first"}, {&second, "second"}}) {
+    fresh->add(file);
+    write_file(fresh->beside(file), content);
+  }
+  EXPECT_EQ(read_file(first.now(file)), "first");
+  first.keep();
+  EXPECT_EQ(read_file(first.now(file)), "first");
+  EXPECT_EQ(read_file(second.now(file)), "second");
+  EXPECT_NO_THROW(second.keep());
+  EXPECT_EQ(read_file(file), "second");
+}
+
+TEST(FreshFilesTest, ARunKeepsTheVocabularyThatItHasRead) {
+  const TemporaryFolder folder;
+  fs::create_directory(folder / "run");
+  TrainingOptions options;
+  options.model_dir = folder / "run";
+  options.vocabs = {folder / "a.spm", folder / "b.spm"};
+  FreshFiles fresh("1");
+  for (const fs::path& file : options.vocabs) {
+    fresh.add(file);
+    write_file(fresh.beside(file), "own");
+    write_file(file, "another run's");
+  }
+  keep_vocabularies(options, fresh);
+  for (const char* kept : {"run/source.spm", "run/target.spm"})
+    EXPECT_EQ(read_file(folder / kept), "own");
+}
 
 class RunCheckpointsTest : public testing::Test {
  protected:
@@ -52,7 +87,7 @@ class RunCheckpointsTest : public testing::Test {
 };
 
 TEST_F(RunCheckpointsTest, TheBestIsWrittenOnceMoreWhenItCanBe) {
-  RunCheckpoints checkpoints(options_, "text", log_);
+  RunCheckpoints checkpoints(options_, "text", "valid", log_);
   checkpoints.save_with(alone_);
   write_file(folder_ / "best", "in the way");
   train::ShardedParts now = parts(7);
@@ -70,7 +105,7 @@ TEST_F(RunCheckpointsTest, TheBestIsWrittenOnceMoreWhenItCanBe) {
 
 // The servers' checkpoint of a save is there before the save before it is a checkpoint.
 TEST_F(RunCheckpointsTest, TheServersCheckpointThatLastNamesIsThere) {
-  RunCheckpoints checkpoints(options_, "text", log_);
+  RunCheckpoints checkpoints(options_, "text", "valid", log_);
   checkpoints.save_with(alone_);
   const auto save = [&](int64_t update) {
     RunState now = state(update, 0);
@@ -86,9 +121,25 @@ TEST_F(RunCheckpointsTest, TheServersCheckpointThatLastNamesIsThere) {
   EXPECT_FALSE(fs::exists(folder_ / "servers/update-2"));
 }
 
+// The text was read when the run began; its files may change or go.
+TEST_F(RunCheckpointsTest, ASaveSaysTheValidationTextThatWasRead) {
+  write_file(folder_ / "dev.tsv", "a\tb\n");
+  options_.valid_sets = {folder_ / "dev.tsv"};
+  const std::string sum = read_valid_text(options_).sha256;
+  write_file(folder_ / "dev.tsv", "c\td\n");
+  RunCheckpoints checkpoints(options_, "text", sum, log_);
+  checkpoints.save_with(alone_);
+  checkpoints.save_last(state(1, 0), parts(1));
+  fs::remove(folder_ / "dev.tsv");
+  checkpoints.save_last(state(2, 0), parts(1));
+  checkpoints.finish();
+  EXPECT_EQ(train::read_manifest(folder_ / "last").at("valid_sets_sha256"), sum);
+  EXPECT_EQ(update_in("last"), "2");
+}
+
 TEST_F(RunCheckpointsTest, ARunThatWasKilledSavesItsBestAgain) {
   for (const double weight : {7.0, 8.0}) {
-    RunCheckpoints checkpoints(options_, "text", log_);
+    RunCheckpoints checkpoints(options_, "text", "valid", log_);
     checkpoints.save_with(alone_);
     checkpoints.save_best(state(7, 7), parts(weight).at("weights"));
     checkpoints.save_last(state(7, 7), parts(weight));
@@ -98,7 +149,7 @@ TEST_F(RunCheckpointsTest, ARunThatWasKilledSavesItsBestAgain) {
 }
 
 TEST_F(RunCheckpointsTest, ABestThatIsNotThereAtTheEndIsAnError) {
-  RunCheckpoints checkpoints(options_, "text", log_);
+  RunCheckpoints checkpoints(options_, "text", "valid", log_);
   checkpoints.save_with(alone_);
   write_file(folder_ / "best", "in the way");
   checkpoints.save_best(state(7, 7), parts(7).at("weights"));
@@ -107,13 +158,13 @@ TEST_F(RunCheckpointsTest, ABestThatIsNotThereAtTheEndIsAnError) {
   EXPECT_EQ(update_in("last"), "8");
   // Such a run resumes with the best that there is: none.
   fs::remove(folder_ / "best");
-  const RunState none = RunCheckpoints(options_, "text", log_).read_last(alone_);
+  const RunState none = RunCheckpoints(options_, "text", "valid", log_).read_last(alone_);
   EXPECT_FALSE(none.best);
   EXPECT_FALSE(none.early_stopping.best);
 }
 
 TEST_F(RunCheckpointsTest, ARunGoesOnWithTheBestThatIsThere) {
-  RunCheckpoints checkpoints(options_, "text", log_);
+  RunCheckpoints checkpoints(options_, "text", "valid", log_);
   checkpoints.save_with(alone_);
   checkpoints.save_best(state(3, 3), parts(3).at("weights"));
   checkpoints.save_last(state(5, 3), parts(5));
@@ -129,7 +180,7 @@ TEST_F(RunCheckpointsTest, ARunGoesOnWithTheBestThatIsThere) {
 }
 
 TEST_F(RunCheckpointsTest, ABestThatIsNoRunsIsNamed) {
-  RunCheckpoints checkpoints(options_, "text", log_);
+  RunCheckpoints checkpoints(options_, "text", "valid", log_);
   checkpoints.save_with(alone_);
   checkpoints.save_last(state(5, 3), parts(5));
   checkpoints.finish();
@@ -147,7 +198,7 @@ TEST_F(RunCheckpointsTest, ABestThatIsNoRunsIsNamed) {
 
 TEST_F(RunCheckpointsTest, EarlierOnesGoOnlyForOnesThatAreThere) {
   options_.keep_interval_updates = 2;
-  RunCheckpoints checkpoints(options_, "text", log_);
+  RunCheckpoints checkpoints(options_, "text", "valid", log_);
   checkpoints.save_with(alone_);
   const auto kept = [&] { return kept_updates(options_.model_dir); };
   for (const int64_t update : {10, 20}) checkpoints.save_kept(state(update, 10), parts(1));
