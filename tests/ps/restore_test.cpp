@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cohort/base/error.h"
@@ -99,6 +100,57 @@ TEST_P(RestoreTest, ToTheBeginning) {
   EXPECT_EQ(rows(*again), later);
 }
 
+// What a job began with by --load is its beginning, from the first start on.
+TEST_P(RestoreTest, ToTheCheckpointThatItBeganWith) {
+  const std::string saved = saved_;
+  std::vector<float> loaded;
+  {
+    const auto before = join();
+    train(*before, 3);
+    before->save(saved);
+    loaded = rows(*before);
+  }
+  Cluster next(2, {.load = saved, .trainer_timeout = std::chrono::seconds(60)});
+  const auto begin = [&] { return next.client(0, job_, quick_link(), ""); };
+  EXPECT_EQ(rows(*begin()), loaded);
+  EXPECT_EQ(next.log().find("rolled back"), std::string::npos) << "they hold it";
+  const auto first = begin();
+  train(*first, 2);
+  const std::vector<float> later = rows(*first);
+  first->save(next.path("own"));
+  for (const bool servers_end : {false, true}) {
+    for (const int server : {0, 1})
+      if (servers_end) next.restart(server);
+    const auto again = begin();
+    EXPECT_EQ(rows(*again), loaded);
+    train(*again, 2);
+    EXPECT_EQ(rows(*again), later);
+  }
+}
+
+// The servers have given the job up, and hold the state to go back to.
+TEST_P(RestoreTest, AFailedJobGoesBackToTheStateThatItHas) {
+  Cluster cluster(2, {.trainer_timeout = std::chrono::milliseconds(300)});
+  const auto join_again = [&](const std::optional<std::string>& restore = std::nullopt) {
+    return cluster.client(0, job_, quick_link(), restore);
+  };
+  std::vector<float> then;
+  {
+    const auto client = join_again();
+    train(*client, 3);
+    then = rows(*client);
+    client->save(cluster.path("saved"));
+  }
+  const auto given_up = [&](int server) {
+    return cluster.ask(server, {.call = Call::kStatus}).text.find("sent nothing for") !=
+           std::string::npos;
+  };
+  for (int i = 0; i < 600 && !(given_up(0) && given_up(1)); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  EXPECT_THROW(join_again(), c10::DistError);
+  EXPECT_EQ(rows(*join_again(cluster.path("saved"))), then);
+}
+
 // They are asked before a file is read.
 TEST_P(RestoreTest, ServersThatHoldItKeepIt) {
   {
@@ -162,6 +214,56 @@ TEST_P(RestoreTest, ADamagedCheckpointIsRefusedByFile) {
   }
   EXPECT_THROW(join(cluster_.path("none")), ConfigError);
   EXPECT_EQ(rows(*join(good)), then);
+}
+
+// One server: its trainers' pushes confirm their step, which a restarted server has forgotten. Trainer
+// 0 pushes nothing more.
+TEST(RestartedServerTest, AStepThatIsOpenThenCloses) {
+  const JobOptions job = ledger_job(2, 1, Mode::kSync);
+  Cluster cluster(1, {.trainer_timeout = std::chrono::seconds(60)});
+  const auto first = cluster.client(0, job), second = cluster.client(1, job);
+  const std::vector<uint64_t> ids{1, 2};
+  const std::vector<float> gradients(4, 1);
+  const PushRows pushed{0, ids, gradients};
+  const auto push = [&](Client& client) {
+    client.push(std::span(&pushed, 1), {});
+    client.flush();
+  };
+  push(*first);
+  cluster.restart(0);
+  push(*second);
+  std::vector<float> rows(4);
+  const PullRows asked{0, ids, rows};
+  second->pull(std::span(&asked, 1), {}).wait();
+  EXPECT_EQ(rows, std::vector<float>(4, -2));
+}
+
+// Nor does it matter what becomes of trainers that are silent since.
+TEST(RestartedServerTest, AServerThatCouldNotGoBackAnswers) {
+  const JobOptions job = ledger_job(1, 1, Mode::kAsync);
+  Cluster cluster(1, {.on_trainer_loss = OnTrainerLoss::kContinue,
+                      .trainer_timeout = std::chrono::milliseconds(300)});
+  const std::string saved = cluster.path("saved"), good = cluster.path("good");
+  const std::vector<uint64_t> ids{1, 2};
+  const std::vector<float> gradients(4, 1);
+  const PushRows pushed{0, ids, gradients};
+  auto client = cluster.client(0, job);
+  for (const std::string& folder : {good, saved}) {
+    client->push(std::span(&pushed, 1), {});
+    client->flush();
+    client->save(folder);
+  }
+  for (const auto& entry : fs::recursive_directory_iterator(saved))
+    if (entry.path().filename() == "table.0") fs::resize_file(entry.path(), 10);
+  client->push(std::span(&pushed, 1), {});
+  client->flush();
+  EXPECT_THROW(cluster.client(0, job, quick_link(), saved), ConfigError);
+  std::this_thread::sleep_for(std::chrono::seconds(1));
+  EXPECT_EQ(cluster.ask(0, {.call = Call::kStatus}).code, Code::kOk);
+  std::vector<float> rows(4);
+  const PullRows asked{0, ids, rows};
+  cluster.client(0, job, quick_link(), good)->pull(std::span(&asked, 1), {}).wait();
+  EXPECT_EQ(rows, std::vector<float>(4, -1));
 }
 
 }  // namespace restore_test

@@ -376,6 +376,33 @@ TEST(ServerTest, AFullQueueTurnsAwayAndTheTrainersComeBack) {
   EXPECT_EQ(rows.back(), 31);
 }
 
+// As many as trainers like keep the queue from being empty.
+TEST(ServerTest, AMessageLargerThanTheQueueIsTakenBesideOthers) {
+  Cluster cluster(1, {.max_queue_bytes = 20'000});
+  RawTrainer raw(cluster, ledger_job(1, 1, Mode::kAsync), 0);
+  std::vector<uint64_t> few(1), many(2'000);
+  std::promise<void> held, go_on;
+  cluster.slot(0).get()->submit({.call = Call::kStatus},
+                                [&held, wait = go_on.get_future().share()](const Reply&) {
+                                  held.set_value();
+                                  wait.wait();
+                                });
+  held.get_future().wait();
+  std::vector<std::future<Reply>> answers;
+  answers.push_back(cluster.send(0, raw.push(1, few)));
+  answers.push_back(cluster.send(0, raw.push(2, many)));  // 32 kB
+  answers.push_back(cluster.send(0, raw.push(3, many)));
+  const auto is_refused = [](std::future<Reply>& answer) {
+    return answer.wait_for(milliseconds(0)) == std::future_status::ready;
+  };
+  EXPECT_FALSE(is_refused(answers[0]));
+  EXPECT_FALSE(is_refused(answers[1]));
+  ASSERT_TRUE(is_refused(answers[2])) << "one at a time";
+  EXPECT_EQ(answers[2].get().code, Code::kBusy);
+  go_on.set_value();
+  for (size_t i = 0; i < 2; ++i) EXPECT_EQ(answers[i].get().code, Code::kOk);
+}
+
 // A trainer that does not read, or many at once: rows may repeat, so an answer is larger than what
 // asked for it.
 TEST(ServerTest, AnswersThatNobodyHasTakenAreBounded) {

@@ -346,6 +346,7 @@ void Client::check_parameters(const char* call, const std::vector<Values>& param
 PendingPull Client::pull(std::span<const PullRows> rows, std::vector<std::span<float>> parameters,
                          bool is_prediction) {
   check_parameters("pull", parameters);
+  const uint64_t confirmed = step();
   if (confirms() && !is_prediction) await_acknowledged();
   auto state = std::make_unique<PendingPull::State>();
   state->rows.assign(rows.begin(), rows.end());
@@ -380,7 +381,7 @@ PendingPull Client::pull(std::span<const PullRows> rows, std::vector<std::span<f
     }
     state->parts.push_back(
         {links_[at]->pull(std::move(message), is_prediction ? 0 : sequences_[at].load(),
-                          is_prediction ? 0 : step(), is_prediction ? kPrediction : 0,
+                          is_prediction ? 0 : confirmed, is_prediction ? kPrediction : 0,
                           message_bytes(answer)),
          std::move(shapes)});
   }
@@ -404,7 +405,7 @@ void Client::send_push(std::span<const PushRows> rows,
   for (auto& link : links_) link->check_pushes();
   if (confirms()) await_acknowledged();
   const uint64_t confirmed = confirms() ? step() : 0;
-  if (job_.mode == Mode::kSync) ++step_;
+  const uint64_t next = step() + 1;
   for (int server = 0; server < job_.servers; ++server) {
     const auto at = static_cast<size_t>(server);
     std::vector<SectionShape> shapes;
@@ -419,7 +420,7 @@ void Client::send_push(std::span<const PushRows> rows,
       const auto blocks = block_shapes(server, true, job_.dense_wire_dtype);
       shapes.insert(shapes.end(), blocks.begin(), blocks.end());
     }
-    const uint64_t sequence = job_.mode == Mode::kSync ? step() : sequences_[at] + 1;
+    const uint64_t sequence = job_.mode == Mode::kSync ? next : sequences_[at] + 1;
     MessageWriter message(shapes, links_[at]->buffer_maker());
     for (size_t i = 0; i < rows.size(); ++i) {
       spreads[i].copy_rows(at, 1, rows[i].ids.data(), message.ids(i).data());
@@ -445,6 +446,8 @@ void Client::send_push(std::span<const PushRows> rows,
     links_[at]->push(std::move(message), sequence, confirmed);
     sequences_[at] = sequence;  // A concurrent pull does not wait for a push that is not sent yet.
   }
+  // Not before: a concurrent pull confirms this step, which all servers must have.
+  if (job_.mode == Mode::kSync) step_ = next;
 }
 
 // The same bits whichever server a row is on: by its id and the element.
@@ -464,7 +467,9 @@ void Client::round_rows(const PushRows& rows, size_t server, const Spread& sprea
 void Client::flush() {
   all_or_nothing([this] {
     await_acknowledged();
-    if (!confirms()) return;
+    // With one server the push has confirmed its step; that the link, too, repeats it in heartbeats
+    // tells a server that was restarted meanwhile.
+    if (job_.mode != Mode::kSync || options_.trainer == kNoTrainer) return;
     for (auto& link : links_) link->confirm(step());
   });
 }

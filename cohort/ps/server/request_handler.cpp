@@ -329,6 +329,10 @@ void RequestHandler::set_job(Pending& pending) {
     return pending.done(reply(code_of(error, Code::kFailed), failure_));
   }
   arrival_check_.set_job(state.shard().declared_job());
+  if (!options_.load.empty()) {
+    save_held_ = finished_save(options_.load);
+    steps_held_ = state.steps();
+  }
   log_.info("job", {{"mode", to_string(job.mode)},
                     {"trainers", job.trainers},
                     {"tables", job.tables.size()},
@@ -385,14 +389,17 @@ void RequestHandler::confirm(Pending& pending) {
 
 void RequestHandler::restore(Pending& pending) {
   const ParameterState& state = durable_.state();
-  const std::string& checkpoint = pending.request.text;
+  // The job's beginning is what this server began with.
+  const std::string& checkpoint =
+      pending.request.text.empty() ? options_.load : pending.request.text;
   TORCH_CHECK_VALUE(pending.job, "restore: this server has no job yet");
   const uint64_t save = checkpoint.empty() ? 0 : finished_save(checkpoint);
   const bool is_new =
       state.steps() == 0 && state.pending_bytes() == 0 && state.members().trainers().empty();
   const bool is_held =
       checkpoint.empty() ? is_new : save != 0 && save == save_held_ && state.steps() == steps_held_;
-  if (is_held) return pending.done(reply(Code::kOk));
+  const bool is_whole = failure_.empty() && state.pending_bytes() == 0;
+  if (is_held && is_whole) return pending.done(reply(Code::kOk));
   if (!checkpoint.empty()) saved_folders(checkpoint);  // A missing checkpoint changes nothing.
   if (durable_.is_saving()) return pending.done(reply(Code::kBusy, "a snapshot is being written"));
   save_held_ = 0;
@@ -634,12 +641,13 @@ void RequestHandler::tick(Time now) {
   }
   last_tick_ = now;
   activity_.tick(now);
+  if (!failure_.empty()) return;
   try {
     for (auto heard = last_message_.begin(); heard != last_message_.end();) {
       const auto [trainer, time] = *heard++;
       if (now - time > options_.trainer_timeout) handle_lost_trainer(trainer, now);
     }
-    if (!failure_.empty()) return;
+    if (!failure_.empty()) return;  // Since one was lost.
     drop_absent_trainers(now);
     evict(now);
     durable_.poll();

@@ -55,10 +55,11 @@ class Server::Owner {
     pending.done(std::move(refused));
   }
 
-  // A single message is always taken, however large.
+  // A message larger than the queue is taken beside what the queue holds, or it might wait for ever.
   bool has_room(int64_t bytes) const {
     const int64_t queued = queued_bytes_;
-    return bytes == 0 || queued == 0 || queued + bytes <= max_queue_bytes_;
+    if (bytes > max_queue_bytes_) return queued <= max_queue_bytes_;
+    return bytes == 0 || queued + bytes <= max_queue_bytes_;
   }
 
   void stop() {
