@@ -158,7 +158,7 @@ std::string job_id() {
   return cohort::env_string("COHORT_JOB_ID").value_or("");
 }
 
-// Beside a checkpoint: whose it is, and after which epoch.
+// Beside a checkpoint: which one it is, whose, and after which epoch.
 std::string epoch_file(const std::string& folder) {
   return folder + "/epoch.json";
 }
@@ -217,7 +217,11 @@ void Trainer::go_back(cohort::ps::SessionOptions& session) {
   try {
     const auto saved = nlohmann::json::parse(read_file(epoch_file(options_.save)));
     if (!job_id().empty() && saved.at("job") == job_id()) {
-      epochs_before_ = saved.at("epoch");
+      // A trainer may have ended between its checkpoint and this file, which then is of the epoch before.
+      const auto which = saved.find("save");
+      const bool is_newer =
+          which != saved.end() && *which != read_file(options_.save + "/checkpoint");
+      epochs_before_ = saved.at("epoch").get<int64_t>() + (is_newer ? 1 : 0);
       checkpoint = options_.save;
     }
   } catch (const nlohmann::json::exception&) {
@@ -516,8 +520,9 @@ void Trainer::train() {
 void Trainer::save(int64_t epoch) {
   session_.save(options_.save);
   if (job_id().empty() || !saves_here(training_)) return;
-  cohort::write_atomically(epoch_file(options_.save),
-                           nlohmann::json{{"job", job_id()}, {"epoch", epoch}}.dump() + "\n");
+  const nlohmann::json saved{
+      {"job", job_id()}, {"epoch", epoch}, {"save", read_file(options_.save + "/checkpoint")}};
+  cohort::write_atomically(epoch_file(options_.save), saved.dump() + "\n");
 }
 
 void Trainer::tell_damaged(int64_t lines, const char* where) const {

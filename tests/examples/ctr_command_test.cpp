@@ -290,6 +290,26 @@ TEST_F(CtrCommandTest, TrainsThroughServersUnderTls) {
   expect_refused(train("--mode local" + flags), "expected another --mode than local");
 }
 
+// It was killed when the checkpoint of its last epoch was there, and what says which epoch that is of
+// was not.
+TEST_F(CtrCommandTest, ARestartedRunTrainsNoEpochTwice) {
+  const std::string saved = folder_ / "saved", said = saved + "/epoch.json";
+  const auto run = [&](int restart, int epochs) {
+    const Ended ended =
+        shell("COHORT_JOB_ID=job COHORT_RESTART_COUNT=" + std::to_string(restart) + " " +
+              train("--mode local --save " + saved + " --epochs " + std::to_string(epochs)));
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    return ended.output;
+  };
+  run(0, 1);
+  const std::string after_first = cohort::read_file(said);
+  EXPECT_NE(run(1, 2).find("epoch 2: "), std::string::npos);
+  cohort::write_file(said, after_first);
+  const std::string again = run(2, 3);
+  EXPECT_EQ(again.find("epoch 2: "), std::string::npos) << again;
+  EXPECT_NE(again.find("epoch 3: "), std::string::npos) << again;
+}
+
 // As docs/launch.md has it for trainers and servers that no launcher started.
 TEST_F(CtrCommandTest, OneTrainerStartedByHandNeedsNoEndpointsOfTrainers) {
   const std::string port = folder_ / "port";
