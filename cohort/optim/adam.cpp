@@ -6,6 +6,7 @@
 #include <map>
 #include <numeric>
 #include <optional>
+#include <set>
 #include <torch/nn/module.h>
 #include <torch/types.h>
 
@@ -16,10 +17,12 @@ namespace cohort::optim {
 std::vector<double> gradient_norms_squared(const std::vector<at::Tensor>& parameters) {
   const at::NoGradGuard no_grad;
   std::vector<double> squares(parameters.size(), 0);
+  std::set<const at::TensorImpl*> seen;
   std::map<c10::DeviceIndex, std::vector<size_t>> places;  // By device; the CPU's number is -1.
   for (size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& grad = parameters[i].grad();
-    if (grad.defined() && grad.numel() > 0) places[grad.device().index()].push_back(i);
+    const bool is_new = seen.insert(parameters[i].unsafeGetTensorImpl()).second;
+    if (is_new && grad.defined() && grad.numel() > 0) places[grad.device().index()].push_back(i);
   }
   for (const auto& [device, indices] : places) {
     std::vector<at::Tensor> grads;
@@ -74,7 +77,11 @@ Adam::Adam(std::vector<std::pair<std::string, at::Tensor>> parameters, const Ada
     }
     if (bytes > 0) disk.emplace(options.state_folder, bytes);
   }
+  std::map<const at::TensorImpl*, std::string> seen;
   for (auto& [name, tensor] : parameters) {
+    const auto [same, is_new] = seen.emplace(tensor.unsafeGetTensorImpl(), name);
+    TORCH_CHECK_VALUE(is_new, "Adam: ", same->second, " and ", name,
+                      " are one tensor: expected each once");
     TORCH_CHECK_VALUE(tensor.is_contiguous(), "Adam: expected contiguous parameters; ", name,
                       " is not");
     TORCH_CHECK_VALUE(parameters_.empty() || tensor.device() == parameters_.front().device(),

@@ -22,7 +22,8 @@ struct AdamOptions {
   std::string state_folder;
 };
 
-/// Sum of squares of each parameter's gradient, 0 for an undefined one. The host waits for each of
+/// Sum of squares of each parameter's gradient, 0 for an undefined one, and for a tensor that is
+/// listed before. The host waits for each of
 /// the gradients' devices once, however many there are. Local.
 std::vector<double> gradient_norms_squared(const std::vector<at::Tensor>& parameters);
 

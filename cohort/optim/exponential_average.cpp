@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <c10/util/Exception.h>
+#include <set>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/types.h>
 
@@ -12,6 +13,11 @@ ExponentialAverage::ExponentialAverage(std::vector<at::Tensor> parameters, doubl
     : parameters_(std::move(parameters)), alpha_(alpha) {
   TORCH_CHECK_VALUE(alpha > 0 && alpha < 1,
                     "exponential average: expected a weight in (0, 1), got ", alpha);
+  std::set<const at::TensorImpl*> seen;
+  for (const at::Tensor& parameter : parameters_)
+    TORCH_CHECK_VALUE(seen.insert(parameter.unsafeGetTensorImpl()).second,
+                      "exponential average: a tensor is listed twice: expected each once, as the "
+                      "wrapped model's parameters() lists them");
   for (const at::Tensor& parameter : parameters_) averages_.push_back(parameter.detach().clone());
 }
 

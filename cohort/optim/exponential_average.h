@@ -18,6 +18,7 @@ namespace cohort::optim {
 class ExponentialAverage {
  public:
   /// `alpha` in (0, 1): the weight of the newest parameters.
+  /// Errors: c10::ValueError if it is not, or a tensor is listed twice.
   ExponentialAverage(std::vector<at::Tensor> parameters, double alpha);
 
   /// Adds the parameters of one more update to the average.

@@ -2,6 +2,7 @@
 #include "cohort/parallel/grad_scaler.h"
 
 #include <map>
+#include <set>
 #include <torch/types.h>
 
 namespace cohort::parallel {
@@ -33,9 +34,10 @@ bool GradScaler::unscale(const std::vector<at::Tensor>& parameters, CallSite sit
   TORCH_CHECK_VALUE(!found_inf_.defined(), "GradScaler: unscale was called since the last update");
   const at::NoGradGuard no_grad;
   std::map<std::pair<std::string, at::ScalarType>, std::vector<at::Tensor>> kinds;
+  std::set<const at::TensorImpl*> seen;
   for (const at::Tensor& parameter : parameters) {
     const at::Tensor& gradient = parameter.grad();
-    if (!gradient.defined()) continue;
+    if (!gradient.defined() || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
     TORCH_CHECK_VALUE(gradient.scalar_type() != at::kHalf,
                       "GradScaler: a gradient in float16: expected parameters in float32");
     TORCH_CHECK_VALUE(!gradient.is_sparse(), "GradScaler: a sparse gradient: expected dense ones");

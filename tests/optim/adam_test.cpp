@@ -134,6 +134,20 @@ TEST(ExponentialAverageTest, FollowsItsFormulaAndGivesTheParametersBack) {
   EXPECT_EQ(w[1].item<double>(), 60);
 }
 
+// As a module's parameters() lists a tensor that is registered twice.
+TEST(OptimTest, ATensorThatIsListedTwiceIsRefusedOrCountsOnce) {
+  const at::Tensor w = at::ones({3}, at::kDouble).requires_grad_();
+  w.mutable_grad() = at::full({3}, 2.0, at::kDouble);
+  EXPECT_DOUBLE_EQ(gradient_norm_squared({w, w}), 12);
+  EXPECT_THROW(ExponentialAverage({w, w}, 0.5), c10::ValueError);
+  try {
+    Adam({{"a", w}, {"b", w}}, {});
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const c10::ValueError& error) {
+    EXPECT_NE(std::string(error.what()).find("Adam: a and b are one tensor"), std::string::npos);
+  }
+}
+
 TEST(NoamTest, RisesLinearlyAndFallsWithTheInverseRoot) {
   const NoamSchedule schedule{.factor = 2, .width = 512, .warmup = 4000};
   EXPECT_DOUBLE_EQ(schedule.at(4000), 2 / std::sqrt(512.0) / std::sqrt(4000.0));

@@ -48,7 +48,7 @@ TEST(GradScalerTest, ItDividesGradientsAndGoesOnFromItsState) {
   const at::Tensor without = at::ones({3}).requires_grad_(true);
   scaler.scale((w * 3).sum()).backward();
   EXPECT_TRUE(w.grad().equal(at::full({3}, 3072.F)));
-  EXPECT_TRUE(scaler.unscale({w, without}));
+  EXPECT_TRUE(scaler.unscale({w, without, w})) << "each tensor once";
   EXPECT_TRUE(w.grad().equal(at::full({3}, 3.F)));
   scaler.update();
   GradScaler next(alone, {.growth_interval = 2});
