@@ -26,6 +26,10 @@ void GradientEngine::Impl::select_parameters() {
                     "the model has no parameter that requires a gradient");
   TORCH_CHECK_VALUE(!bucketed.empty(),
                     "delay_all_reduce_named_params: expected at least one other parameter");
+  for (const auto& item : model.named_parameters()) {
+    if (!item.value().requires_grad() && !contains(options.ignored, item.key()))
+      frozen.push_back({item.key(), item.value()});
+  }
   watched = bucketed;
   watched.insert(watched.end(), late.begin(), late.end());
   if (late.empty()) return;
@@ -46,6 +50,15 @@ void GradientEngine::Impl::sync_initial_state() {
   const auto late = delayed ? delayed->parameters() : std::vector<NamedTensor>{};
   verify_same_text("options of DistributedDataParallel", describe(options, bucketed, late), group);
   broadcast_model(model, group, 0, options.ignored);
+}
+
+// Its gradient would stay this rank's own.
+void GradientEngine::Impl::check_frozen() const {
+  for (const NamedTensor& each : frozen) {
+    TORCH_CHECK_VALUE(!each.tensor.requires_grad(), each.name,
+                      " requires a gradient, but was frozen when DistributedDataParallel was made: "
+                      "expected a new DistributedDataParallel, which averages it");
+  }
 }
 
 void GradientEngine::Impl::cast_buffers() {
@@ -117,6 +130,7 @@ void GradientEngine::before_forward() {
   const bool synchronizes = trains && my.synchronized;
   if (trains) {
     if (!my.low_precision || !my.low_precision->is_swapped_in()) my.check_forms();
+    my.check_frozen();
     my.check_finished();
   }
   std::optional<Round> round;
@@ -178,8 +192,16 @@ std::vector<std::pair<std::string, at::Tensor>> GradientEngine::averaged_paramet
   return named;
 }
 
-bool GradientEngine::set_synchronized(bool on) {
-  return std::exchange(impl_->synchronized, on);
+void GradientEngine::set_synchronized(bool on) {
+  impl_->synchronized = on;
+}
+
+void GradientEngine::check_masters() const {
+  TORCH_CHECK_VALUE(
+      !impl_->low_precision || !impl_->low_precision->is_swapped_in(),
+      "the parameters have the type of mixed_precision.param_dtype until the backward "
+      "of the last forward: expected it before they are saved, loaded or taken (a "
+      "forward without a backward runs under NoGradGuard)");
 }
 
 at::Tensor GradientEngine::cast_input(const at::Tensor& input) const {

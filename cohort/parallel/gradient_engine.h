@@ -75,13 +75,17 @@ class GradientEngine final : public ModelEngine {
   comm::ProcessGroup group() const;
   int64_t num_buckets() const;  ///< Of the engine's present layout.
 
+  /// Errors: c10::ValueError between a forward in low precision and its backward: the module's
+  ///         tensors are copies then. Local.
+  void check_masters() const;
+
   void begin_join(const JoinOptions& options);  ///< Collective only in what follows.
   void finish_join();                           ///< Shadows collectives until no rank has batches.
   void end_join() noexcept;  ///< Local: forward no longer notifies the join context.
 
  private:
-  bool set_synchronized(bool on) override;
-  void unshard() override {}  // Parameters are always whole.
+  void set_synchronized(bool on) override;
+  void unshard() override { check_masters(); }  // Parameters are always whole.
   void reshard(bool /*write_back*/) override {}
 
   struct Impl;

@@ -76,8 +76,12 @@ struct GradientEngine::Impl::RestoreAfterError {
 void GradientEngine::Impl::watch_backward(const std::vector<at::Tensor*>& outputs) {
   for (const at::Tensor* output : outputs) {
     if (!output->defined() || !output->grad_fn()) continue;
-    output->register_hook([weak = weak_from_this()](const at::Tensor&) {
-      if (const auto engine = weak.lock()) engine->backward_begins();
+    output->register_hook([weak = weak_from_this(), of = synchronized](const at::Tensor&) {
+      const auto engine = weak.lock();
+      TORCH_CHECK(engine,
+                  "a backward after the end of its DistributedDataParallel: expected that to live "
+                  "until then");
+      engine->backward_begins(of);
     });
   }
 }
@@ -99,9 +103,11 @@ void GradientEngine::Impl::watch_static_graph(const std::vector<at::Tensor*>& ou
 
 // Callbacks run in the order in which they were queued: this one before the Reducer's, which takes
 // the averages, and the one that it queues after that.
-void GradientEngine::Impl::backward_begins() {
+void GradientEngine::Impl::backward_begins(bool of_synchronized) {
   const int64_t number = torch::autograd::get_current_graph_task_id();
-  if (std::exchange(graph_task, number) == number) return;
+  const bool known = std::exchange(graph_task, number) == number;
+  averages = of_synchronized || (known && averages);
+  if (known) return;
   auto& autograd = torch::autograd::Engine::get_default_engine();
   const auto life = std::make_shared<RestoreAfterError>(weak_from_this());
   autograd.queue_callback([this, &autograd, life] {
@@ -151,7 +157,7 @@ void GradientEngine::Impl::gradient_arrived(size_t index) {
 
 // A gradient that no forward of the wrapper prepared for would silently stay this rank's own.
 void GradientEngine::Impl::check_expected(size_t index) const {
-  if (last_forward == Forward::kLocal) return;
+  if (last_forward == Forward::kLocal && !averages) return;
   TORCH_CHECK_VALUE(false, "rank ", group.rank(), ": ", watched[index].name,
                     " got a gradient that is not averaged: expected one backward after each call "
                     "of the wrapper, and its loss from that call's outputs (the module's own "

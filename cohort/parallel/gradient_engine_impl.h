@@ -63,11 +63,12 @@ struct GradientEngine::Impl : std::enable_shared_from_this<Impl> {
   void make_reducer();
   void watch_gradients();
   void check_forms() const;
+  void check_frozen() const;
 
   void watch_backward(const std::vector<at::Tensor*>& outputs);
   void watch_static_graph(const std::vector<at::Tensor*>& outputs);
   struct RestoreAfterError;
-  void backward_begins();
+  void backward_begins(bool of_synchronized);
   void backward_ends();
   void gradient_arrived(size_t index);
   void check_expected(size_t index) const;
@@ -96,6 +97,7 @@ struct GradientEngine::Impl : std::enable_shared_from_this<Impl> {
   std::vector<NamedTensor> bucketed;
   std::optional<DelayedParameters> delayed;
   std::vector<NamedTensor> watched;  // bucketed, then delayed
+  std::vector<NamedTensor> frozen;   // not ignored
   size_t trigger = 0;                // of the delayed ones, in `watched`
   std::vector<at::Tensor> buffers;
   std::vector<Form> forms;
@@ -120,6 +122,7 @@ struct GradientEngine::Impl : std::enable_shared_from_this<Impl> {
   enum class StaticGraph { kUnknown, kQueued, kKnown };
   StaticGraph static_graph = StaticGraph::kUnknown;
   int64_t graph_task = -1;  // autograd's number of the backward that reached outputs last
+  bool averages = false;    // that backward reached outputs of a synchronized forward
   std::vector<bool> ready;  // by `watched`: its gradient of this backward is there
   // A synchronized forward ran, and none after it, so each rank's buffers follow its own batch.
   bool buffers_differ = true;

@@ -11,8 +11,9 @@
 
 namespace cohort::parallel {
 
-NoSync::NoSync(const ModelWrapper& model)
-    : engine_(model.engine().shared_from_this()), before_(engine_->set_synchronized(false)) {}
+NoSync::NoSync(const ModelWrapper& model) : engine_(model.engine().shared_from_this()) {
+  if (engine_->num_no_sync_++ == 0) engine_->set_synchronized(false);
+}
 
 Unsharded::Unsharded(const ModelWrapper& model, const UnshardedOptions& options, CallSite site)
     : engine_(model.engine().shared_from_this()), options_(options) {
@@ -24,6 +25,11 @@ std::vector<at::Tensor> ModelWrapper::parameters() const {
   std::vector<at::Tensor> tensors;
   for (const auto& [name, tensor] : named_parameters()) tensors.push_back(tensor);
   return tensors;
+}
+
+void ModelWrapper::zero_grad() const {
+  engine().drop_waiting_gradients();
+  for (const auto& [name, tensor] : named_parameters()) tensor.mutable_grad().reset();
 }
 
 double ModelWrapper::gradient_norm(CallSite site) const {

@@ -42,28 +42,34 @@ class ModelEngine : public std::enable_shared_from_this<ModelEngine> {
  protected:
   friend class NoSync;
   friend class Unsharded;
-  virtual bool set_synchronized(bool on) = 0;  // Returns what it was.
+  friend class ModelWrapper;
+  virtual void set_synchronized(bool on) = 0;
   virtual void unshard() = 0;
   virtual void reshard(bool write_back) = 0;
+  // Gradients that are not in the tensors of named_parameters.
+  virtual void drop_waiting_gradients() {}
+
+ private:
+  int num_no_sync_ = 0;  // Guards that live.
 };
 
 class ModelWrapper;
 
 /// Gradients add up on this rank while this lives: a backward sends nothing, and the first one
 /// afterwards sends the sum. The forward must run while it lives, too; of a sharded model, on every
-/// rank or on none. Movable, into a std::optional for instance. Local.
+/// rank or on none. Movable, into a std::optional for instance. Guards may overlap, and end in any
+/// order: the last one counts. Local.
 class [[nodiscard]] NoSync {
  public:
   explicit NoSync(const ModelWrapper& model);
   ~NoSync() {
-    if (engine_) engine_->set_synchronized(before_);
+    if (engine_ && --engine_->num_no_sync_ == 0) engine_->set_synchronized(true);
   }
   NoSync(NoSync&&) = default;
   NoSync& operator=(NoSync&&) = delete;
 
  private:
   std::shared_ptr<ModelEngine> engine_;
-  bool before_;
 };
 
 struct UnshardedOptions {
@@ -95,7 +101,8 @@ struct ModelRanks {
 
 /// The base of every wrapper, whatever its module.
 ///
-/// Owner:   a movable handle; guards and autograd graphs may outlive it.
+/// Owner:   a movable handle. Guards may outlive it, and so may autograd graphs, but not their
+///          backward, which is then refused.
 /// Threads: one.
 /// Errors:  c10::ValueError from every function of a wrapper that was moved from.
 class ModelWrapper {
@@ -119,12 +126,18 @@ class ModelWrapper {
   /// gradient.
   NoSync no_sync() const { return NoSync(*this); }
 
+  /// Resets all gradients: what an optimizer's zero_grad() resets, and what waits since no_sync() for
+  /// the next backward outside of it, which of a sharded model an optimizer cannot see. Local; call
+  /// it on every rank.
+  void zero_grad() const;
+
   /// Makes the module's own parameters whole while the returned guard lives:
   ///
   ///   { auto whole = model.unsharded(); torch::save(net, path); }
   ///
   /// They have their own type, whatever type mixed_precision computes in: what is saved is what the
-  /// optimizer has. The module's own forward then runs without the other ranks. A forward or backward of the
+  /// optimizer has; under DistributedDataParallel with param_dtype this is refused between a forward
+  /// and its backward. The module's own forward then runs without the other ranks. A forward or backward of the
   /// wrapper is refused where ranks hold shards. Guards may lie in one another: the outer one
   /// counts. Without write_back, write nothing into the parameters: it would be lost, or would not
   /// reach the other ranks.

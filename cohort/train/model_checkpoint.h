@@ -71,6 +71,7 @@ struct ModelState {
 
 template <class Holder>
 ModelState state_of(const parallel::DistributedDataParallel<Holder>& model) {
+  model.engine().check_masters();
   const auto state = parallel::whole_state_of(*model.module());
   return {model.ranks(), model.engine().group().rank() == 0, state, state,
           parallel::full_shards_of(*model.module())};

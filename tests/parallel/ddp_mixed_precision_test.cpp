@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "cohort/train/model_checkpoint.h"
+
 #include "tests/parallel/ddp_support.h"
 #include "tests/support/ranks.h"
 
@@ -287,6 +289,22 @@ TEST(DdpMixedPrecisionTest, TiedParametersAreLentOnce) {
     loss_of(ddp(batch_of(group.rank()))).backward();
     EXPECT_TRUE(model->tied.equal(before)) << "with every bit";
     EXPECT_EQ(model->tied.grad().scalar_type(), at::kFloat);
+  });
+}
+
+TEST(DdpMixedPrecisionTest, ParametersAreNotTakenBetweenForwardAndBackward) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    Tied model;
+    parallel::DistributedDataParallel<Tied> ddp(model, group,
+                                                {.mixed_precision = {.param_dtype = kLow}});
+    const at::Tensor loss = loss_of(ddp(batch_of(group.rank())));
+    test::expect_error<c10::ValueError>([&] { auto whole = ddp.unsharded(); },
+                                        "until the backward of the last forward");
+    test::expect_error<c10::ValueError>([&] { checkpoint::state_of(ddp); },
+                                        "until the backward of the last forward");
+    loss.backward();
+    const auto whole = ddp.unsharded();
+    EXPECT_EQ(checkpoint::state_of(ddp).to_save.front().tensor.scalar_type(), at::kFloat);
   });
 }
 

@@ -437,6 +437,50 @@ TEST(DdpOptionsTest, FrozenParametersStayOut) {
   });
 }
 
+TEST(DdpOptionsTest, AParameterThatIsThawedAfterwardsIsRefused) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    Branches model;
+    model->first->weight.set_requires_grad(false);
+    Ddp ddp(model, group);
+    loss_of(ddp(batch_of(group.rank()))).backward();
+    model->first->weight.set_requires_grad(true);
+    test::expect_error<c10::ValueError>([&] { ddp(batch_of(group.rank())); },
+                                        "first.weight requires a gradient, but was frozen when");
+    const at::NoGradGuard no_grad;
+    ddp(batch_of(group.rank()));
+  });
+}
+
+// Its own backward would find nothing to average.
+TEST(DdpOptionsTest, ABackwardWithinNoSyncDoesNotStandForThatOfAForwardBefore) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group);
+    const at::Tensor before = loss_of(ddp(batch_of(group.rank())));
+    {
+      const auto local = ddp.no_sync();
+      loss_of(ddp(batch_of(group.rank(), 1))).backward();
+    }
+    test::expect_error<c10::ValueError>([&] { before.backward(); },
+                                        "got a gradient that is not averaged");
+    model->zero_grad();
+    loss_of(ddp(batch_of(group.rank(), 2))).backward();
+    test::expect_gradients(model, mean_gradients(2, true, 2));
+  });
+}
+
+TEST(DdpOptionsTest, ABackwardAfterTheEndOfTheWrapperIsRefusedByName) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    Branches model;
+    std::optional<Ddp> ddp;
+    ddp.emplace(model, group);
+    const at::Tensor loss = loss_of((*ddp)(batch_of(group.rank())));
+    ddp.reset();
+    test::expect_error<c10::Error>([&] { loss.backward(); },
+                                   "a backward after the end of its DistributedDataParallel");
+  });
+}
+
 TEST(DdpOptionsTest, GradientsOfGradientsAreRefused) {
   test::ranks(2, [](const ProcessGroup& group) {
     Branches model;

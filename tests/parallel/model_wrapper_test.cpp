@@ -2,6 +2,7 @@
 // What every wrapper of a model offers: parameters, clipping, guards, moves, units.
 #include <gtest/gtest.h>
 #include <limits>
+#include <optional>
 #include <sstream>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -132,6 +133,50 @@ void expect_gradients(const Model& model, PlainNet& expected) {
         kBound))
         << local_shard.name;
   }
+}
+
+// emplace makes the new guard before it ends the old one.
+TEST(NoSyncTest, GuardsMayEndInAnyOrder) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    for_each_strategy(group, [&](auto make) {
+      auto model = make();
+      PlainNet plain;
+      std::optional<parallel::NoSync> local;
+      for (int step = 0; step < 4; ++step) {
+        if (step < 2) local.emplace(model.no_sync());
+        if (step == 2) local.reset();
+        if (step == 3) {
+          model.zero_grad();
+          plain->zero_grad();
+        }
+        loss_of(model(batch_of(group.rank(), step))).backward();
+        add_plain_gradients(plain, 2, step);
+        if (step >= 2) expect_gradients(model, plain);
+      }
+    });
+  });
+}
+
+// What no_sync has left is no part of the next step after zero_grad.
+TEST(NoSyncTest, ZeroGradResetsWhatWaits) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    for_each_strategy(group, [&](auto make) {
+      auto model = make();
+      PlainNet plain;
+      for (int step = 0; step < 2; ++step) {
+        loss_of(model(batch_of(group.rank(), 7))).backward();
+        {
+          const auto local = model.no_sync();
+          loss_of(model(batch_of(group.rank(), 8))).backward();
+        }
+        model.zero_grad();
+        for (const at::Tensor& each : model.parameters()) EXPECT_FALSE(each.grad().defined());
+      }
+      loss_of(model(batch_of(group.rank()))).backward();
+      add_plain_gradients(plain, 2);
+      expect_gradients(model, plain);
+    });
+  });
 }
 
 TEST(ClipGradTest, ByNormIsThatOfOneProcess) {

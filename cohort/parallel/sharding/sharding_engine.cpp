@@ -111,8 +111,12 @@ ShardingEngine::ShardingEngine(std::shared_ptr<torch::nn::Module> model,
 
 ShardingEngine::~ShardingEngine() = default;
 
-bool ShardingEngine::set_synchronized(bool on) {
-  return std::exchange(impl_->synchronized, on);
+void ShardingEngine::set_synchronized(bool on) {
+  impl_->synchronized = on;
+}
+
+void ShardingEngine::drop_waiting_gradients() {
+  for (const auto& bucket : impl_->buckets) bucket->flat.drop_gradients();
 }
 
 const std::vector<LocalShard>& ShardingEngine::local_shards() const {

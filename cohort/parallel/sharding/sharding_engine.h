@@ -154,7 +154,8 @@ class ShardingEngine final : public ModelEngine {
 
  private:
   // false inside no_sync.
-  bool set_synchronized(bool on) override;
+  void set_synchronized(bool on) override;
+  void drop_waiting_gradients() override;
   // Gathers all parameters, so that the module's own tensors are whole, until `reshard`. Within
   // another `unshard` they are whole until the outer one's `reshard`. Collective; blocks.
   // Errors: c10::ValueError inside a forward of the wrapped model.
