@@ -469,6 +469,21 @@ TEST(DdpOptionsTest, ABackwardWithinNoSyncDoesNotStandForThatOfAForwardBefore) {
   });
 }
 
+// As an auxiliary loss of the module's own.
+TEST(DdpOptionsTest, ALossBesideTheOutputsWithinNoSyncAccumulatesToo) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group);
+    loss_of(ddp(batch_of(group.rank()))).backward();
+    const auto local = ddp.no_sync();
+    const at::Tensor loss = loss_of(ddp(batch_of(group.rank(), 1)));
+    const at::Tensor before = model->first->weight.grad().clone();
+    model->first(batch_of(0)).sum().backward();
+    EXPECT_FALSE(model->first->weight.grad().equal(before));
+    loss.backward();
+  });
+}
+
 TEST(DdpOptionsTest, ABackwardAfterTheEndOfTheWrapperIsRefusedByName) {
   test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
