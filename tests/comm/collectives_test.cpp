@@ -283,10 +283,9 @@ void expect_overlapping_exchange(const ProcessGroup& group) {
     EXPECT_TRUE(across.equal(reduced));
 
     const at::Tensor many = shared(mine(size * width));
-    std::vector<at::Tensor> outputs, inputs;
+    std::vector<at::Tensor> outputs;
     for (int peer = 0; peer < size; ++peer) {
       if (group.rank() == size - 1) outputs.push_back(part(many, peer));
-      if (group.rank() == size - 1) inputs.push_back(part(many, peer));
     }
     group.gather_async(outputs, part(many, 0), size - 1).wait();
     if (group.rank() == size - 1) {
@@ -294,7 +293,7 @@ void expect_overlapping_exchange(const ProcessGroup& group) {
         EXPECT_TRUE(outputs[static_cast<size_t>(peer)].equal(at::arange(width) * size + peer));
     }
     many.copy_(mine(size * width));
-    group.scatter(part(many, (group.rank() + 1) % size), inputs, size - 1);
+    group.scatter(part(many, next), outputs, size - 1);
     EXPECT_TRUE(
         part(many, next).equal(part(at::arange(size * width) * size + size - 1, group.rank())));
 

@@ -290,8 +290,8 @@ TEST_F(CtrCommandTest, TrainsThroughServersUnderTls) {
   expect_refused(train("--mode local" + flags), "expected another --mode than local");
 }
 
-// It was killed when the checkpoint of its last epoch was there, and what says which epoch that is of
-// was not.
+// The run is killed between writing an epoch's checkpoint and writing epoch.json, which then names the
+// epoch before.
 TEST_F(CtrCommandTest, ARestartedRunTrainsNoEpochTwice) {
   const std::string saved = folder_ / "saved", said = saved + "/epoch.json";
   const auto run = [&](int restart, int epochs) {

@@ -451,7 +451,7 @@ TEST(DdpOptionsTest, AParameterThatIsThawedAfterwardsIsRefused) {
   });
 }
 
-// Its own backward would find nothing to average.
+// The backward within no_sync takes the averaging, so the earlier forward's own is refused.
 TEST(DdpOptionsTest, ABackwardWithinNoSyncDoesNotStandForThatOfAForwardBefore) {
   test::ranks(2, [](const ProcessGroup& group) {
     Branches model;

@@ -111,6 +111,24 @@ class Cluster {
   ChaosNetwork network_;
 };
 
+/// Holds a server's thread, so that its queue fills: from the constructor, which blocks until it does,
+/// to `release`.
+class HeldServer {
+ public:
+  explicit HeldServer(Server& server) {
+    server.submit({.call = Call::kStatus},
+                  [this, released = released_.get_future().share()](const Reply&) {
+                    held_.set_value();
+                    released.wait();
+                  });
+    held_.get_future().wait();
+  }
+  void release() { released_.set_value(); }
+
+ private:
+  std::promise<void> held_, released_;
+};
+
 /// Returns what `attempt` returns in the first run that takes less than a second, which is as long
 /// as a server lets a request wait before it answers kNotYet; after 5 runs what the last returns.
 template <class Attempt>

@@ -216,8 +216,8 @@ TEST_P(RestoreTest, ADamagedCheckpointIsRefusedByFile) {
   EXPECT_EQ(rows(*join(good)), then);
 }
 
-// One server: its trainers' pushes confirm their step, which a restarted server has forgotten. Trainer
-// 0 pushes nothing more.
+// With one server a push confirms its step, in the server's memory alone. The step must close although
+// the server restarts and trainer 0 pushes nothing more.
 TEST(RestartedServerTest, AStepThatIsOpenThenCloses) {
   const JobOptions job = ledger_job(2, 1, Mode::kSync);
   Cluster cluster(1, {.trainer_timeout = std::chrono::seconds(60)});
@@ -238,7 +238,7 @@ TEST(RestartedServerTest, AStepThatIsOpenThenCloses) {
   EXPECT_EQ(rows, std::vector<float>(4, -2));
 }
 
-// Nor does it matter what becomes of trainers that are silent since.
+// It rejects trainers until a rollback succeeds, also after the trainer timeout has passed.
 TEST(RestartedServerTest, AServerThatCouldNotGoBackAnswers) {
   const JobOptions job = ledger_job(1, 1, Mode::kAsync);
   Cluster cluster(1, {.on_trainer_loss = OnTrainerLoss::kContinue,

@@ -343,14 +343,7 @@ TEST(ServerTest, AFullQueueTurnsAwayAndTheTrainersComeBack) {
   RawTrainer raw(cluster, job, 0);
   std::vector<uint64_t> ids(1'000);
   for (size_t i = 0; i < ids.size(); ++i) ids[i] = i;
-  // One that holds the server's thread, so that the queue fills.
-  std::promise<void> held, go_on;
-  cluster.slot(0).get()->submit({.call = Call::kStatus},
-                                [&held, wait = go_on.get_future().share()](const Reply&) {
-                                  held.set_value();
-                                  wait.wait();
-                                });
-  held.get_future().wait();
+  HeldServer held(*cluster.slot(0).get());
   std::vector<std::future<Reply>> answers;
   for (uint64_t sequence = 1; sequence <= 20; ++sequence)  // 16 kB each.
     answers.push_back(cluster.send(0, raw.push(sequence, ids)));
@@ -363,7 +356,7 @@ TEST(ServerTest, AFullQueueTurnsAwayAndTheTrainersComeBack) {
     ++busy;
   }
   EXPECT_EQ(busy, 19);
-  go_on.set_value();
+  held.release();
   // A client's pushes all arrive, whatever is turned away.
   const auto client = cluster.client(0, job);
   std::vector<float> rows(2 * ids.size(), -1);
@@ -376,18 +369,12 @@ TEST(ServerTest, AFullQueueTurnsAwayAndTheTrainersComeBack) {
   EXPECT_EQ(rows.back(), 31);
 }
 
-// As many as trainers like keep the queue from being empty.
+// A busy server's queue is never empty: the message must not wait for that.
 TEST(ServerTest, AMessageLargerThanTheQueueIsTakenBesideOthers) {
   Cluster cluster(1, {.max_queue_bytes = 20'000});
   RawTrainer raw(cluster, ledger_job(1, 1, Mode::kAsync), 0);
   std::vector<uint64_t> few(1), many(2'000);
-  std::promise<void> held, go_on;
-  cluster.slot(0).get()->submit({.call = Call::kStatus},
-                                [&held, wait = go_on.get_future().share()](const Reply&) {
-                                  held.set_value();
-                                  wait.wait();
-                                });
-  held.get_future().wait();
+  HeldServer held(*cluster.slot(0).get());
   std::vector<std::future<Reply>> answers;
   answers.push_back(cluster.send(0, raw.push(1, few)));
   answers.push_back(cluster.send(0, raw.push(2, many)));  // 32 kB
@@ -399,7 +386,7 @@ TEST(ServerTest, AMessageLargerThanTheQueueIsTakenBesideOthers) {
   EXPECT_FALSE(is_refused(answers[1]));
   ASSERT_TRUE(is_refused(answers[2])) << "one at a time";
   EXPECT_EQ(answers[2].get().code, Code::kBusy);
-  go_on.set_value();
+  held.release();
   for (size_t i = 0; i < 2; ++i) EXPECT_EQ(answers[i].get().code, Code::kOk);
 }
 

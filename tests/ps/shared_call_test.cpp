@@ -101,19 +101,13 @@ TEST_F(SharedCallTest, AMessageForAFullQueueIsNotCopied) {
   RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
   ASSERT_EQ(offer(endpoint, kChannel, area_.name()), "");
   const auto channel = make_rpc_channel({.endpoint = endpoint});
-  // One that holds the server's thread, and one that fills the queue.
-  std::promise<void> held, go_on;
-  cluster.slot(0).get()->submit({.call = Call::kStatus},
-                                [&held, wait = go_on.get_future().share()](const Reply&) {
-                                  held.set_value();
-                                  wait.wait();
-                                });
-  held.get_future().wait();
+  HeldServer held(*cluster.slot(0).get());
+  // Fills the queue.
   auto pushed = cluster.send(0, trainer.push(1, std::vector<uint64_t>(1'000, 1)));
   // Zeros: who reads them says that they are no message.
   const SharedMessage zeros{.area = area_.name().number, .offset = 64, .bytes = 8'000};
   EXPECT_EQ(pull(zeros, *channel).code, Code::kBusy);
-  go_on.set_value();
+  held.release();
   EXPECT_EQ(pushed.get().code, Code::kOk);
   EXPECT_EQ(pull(zeros, *channel).code, Code::kInvalid);
 }
