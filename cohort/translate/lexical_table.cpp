@@ -211,7 +211,7 @@ TensorView view_of(const char* name, DType type, const std::vector<T>& values) {
 }
 
 template <class T>
-std::vector<T> values_of(const SafetensorsFile& file, const char* name, DType type) {
+std::vector<T> tensor_values(const SafetensorsFile& file, const char* name, DType type) {
   const TensorView& tensor = file.at(name);
   if (tensor.dtype != type || tensor.shape.size() != 1)
     throw ConfigError(std::string(name) + ": expected one dimension of " + to_string(type));
@@ -378,10 +378,10 @@ nmt::LexicalTable read_lexical_table(const std::filesystem::path& path,
   }
   nmt::LexicalTable table;
   try {
-    table.offsets = values_of<int64_t>(file, "offsets", DType::kI64);
-    table.targets = values_of<int32_t>(file, "targets", DType::kI32);
-    table.probabilities = values_of<float>(file, "probabilities", DType::kF32);
-    table.frequent = values_of<int32_t>(file, "frequent", DType::kI32);
+    table.offsets = tensor_values<int64_t>(file, "offsets", DType::kI64);
+    table.targets = tensor_values<int32_t>(file, "targets", DType::kI32);
+    table.probabilities = tensor_values<float>(file, "probabilities", DType::kF32);
+    table.frequent = tensor_values<int32_t>(file, "frequent", DType::kI32);
   } catch (const ConfigError& error) {
     refuse(one_line(error));
   }
