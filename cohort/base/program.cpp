@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <execinfo.h>
+#include <fcntl.h>
 #include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -104,7 +105,14 @@ int report(const std::string& program, int code, const std::exception& error) {
 
 }  // namespace
 
+void open_standard_descriptors() {
+  for (int fd = 0; fd < 3; ++fd) {
+    if (::fcntl(fd, F_GETFD) < 0) ::open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
+  }
+}
+
 int run_program(const std::string& program, const std::function<int()>& body) {
+  open_standard_descriptors();
   avoid_amx_without_tiles();
   report_crashes();
   // A limit on the size of files is an error of `write`, as a full disk is. A handler rather than

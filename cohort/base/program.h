@@ -27,6 +27,13 @@ enum ExitCode : int {
 /// A crash (SIGSEGV, SIGABRT and the like) writes its innermost frames to stderr before it ends the
 /// program. A file that grows beyond the process's limit (RLIMIT_FSIZE) is an error of the write,
 /// not the end of the program.
+///
+/// Descriptors 0 to 2 that are closed are opened first, by open_standard_descriptors().
 int run_program(const std::string& program, const std::function<int()>& body);
+
+/// Opens those of the descriptors 0, 1 and 2 that are closed (`2>&-`), so that no file of the
+/// program gets their number, and with it what the program prints. Reading from them and writing
+/// to them fails with EBADF, as it does where they are closed.
+void open_standard_descriptors();
 
 }  // namespace cohort

@@ -2,11 +2,14 @@
 #include "cohort/base/program.h"
 
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <gtest/gtest.h>
 #include <stdexcept>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include "cohort/base/amx.h"
 #include "cohort/base/atomic_file.h"
@@ -82,6 +85,28 @@ TEST(ProgramTest, ALimitOnTheSizeOfFilesIsAnErrorOfOneLine) {
               "^test: error: " + file + ": cannot write: File too large\n$");
   EXPECT_FALSE(std::filesystem::exists(file));
   EXPECT_NE(read_file(folder / "error").find("\"stack\":\"\""), std::string::npos);
+}
+
+TEST(ProgramTest, NoFileGetsTheNumberOfAClosedStandardDescriptor) {
+  const TemporaryFolder folder;
+  const std::string file = folder / "f";
+  const auto run_without = [&](int closed, bool prints) {
+    ::close(closed);
+    std::exit(run_program("test", [&] {
+      std::ofstream data(file);
+      if (prints) std::fputs("printed\n", closed == STDOUT_FILENO ? stdout : stderr);
+      data << "data";
+      return 0;
+    }));
+  };
+  EXPECT_EXIT(run_without(STDERR_FILENO, true), testing::ExitedWithCode(kExitOk), "^$");
+  EXPECT_EQ(read_file(file), "data");
+  EXPECT_EXIT(run_without(STDIN_FILENO, false), testing::ExitedWithCode(kExitOk), "^$");
+  EXPECT_EQ(read_file(file), "data");
+  // What cannot be printed is an error, as it is with a full disk.
+  EXPECT_EXIT(run_without(STDOUT_FILENO, true), testing::ExitedWithCode(kExitFailure),
+              "^test: error: standard output cannot be written: Bad file descriptor\n$");
+  EXPECT_EQ(read_file(file), "data");
 }
 
 TEST(ProgramTest, AmxWithoutTilesIsNotUsedUnlessOneSaysSo) {
