@@ -55,7 +55,8 @@ milliseconds to_milliseconds(const std::string& flag, double seconds) {
     throw ConfigError(flag + ": expected seconds from 0 to 1000000, got " +
                       std::to_string(seconds));
   }
-  return milliseconds(std::llround(seconds * 1000));
+  const milliseconds rounded(std::llround(seconds * 1000));
+  return seconds > 0 ? std::max(rounded, milliseconds(1)) : rounded;  // 0 may mean never.
 }
 
 // torchrun takes its flags with underscores as well.

@@ -103,8 +103,8 @@ void Agent::end_group() {
   for (const std::string& line : group_->end()) print_line(line);
 }
 
-void Agent::run_once() {
-  wait_for_events();
+void Agent::run_once(std::optional<Clock::time_point> until) {
+  wait_for_events(until);
   while (const auto signal = signals_.next()) handle_signal(*signal);
   handle_events();
   if (servers_) poll_servers();
@@ -114,7 +114,7 @@ void Agent::run_once() {
   err_.flush();
 }
 
-milliseconds Agent::poll_timeout() const {
+milliseconds Agent::poll_timeout(std::optional<Clock::time_point> until) const {
   const auto now = Clock::now();
   milliseconds timeout{-1};
   const auto at_most = [&timeout](milliseconds wait) {
@@ -124,6 +124,7 @@ milliseconds Agent::poll_timeout() const {
   if (const auto deadline = servers_ ? servers_->deadline() : std::nullopt) {
     at_most(std::chrono::ceil<milliseconds>(*deadline - now));
   }
+  if (until) at_most(std::chrono::ceil<milliseconds>(*until - now));
   if (log_writer_.congested()) at_most(kCongestedPoll);
   if (!group_ || !group_->running()) return timeout;
   at_most(std::chrono::ceil<milliseconds>(check_at_ - now));
@@ -133,7 +134,7 @@ milliseconds Agent::poll_timeout() const {
   return timeout;
 }
 
-void Agent::wait_for_events() {
+void Agent::wait_for_events(std::optional<Clock::time_point> until) {
   std::vector<pollfd> polls{{signals_.fd(), POLLIN, 0}};
   for (const Terminal* terminal : {&out_, &err_}) {
     if (terminal->pending()) polls.push_back({terminal->fd(), POLLOUT, 0});
@@ -141,7 +142,7 @@ void Agent::wait_for_events() {
   add_polls(polls);
   if (servers_) servers_->add_polls(polls);
   if (group_) group_->add_polls(polls);
-  ::poll(polls.data(), polls.size(), static_cast<int>(poll_timeout().count()));
+  ::poll(polls.data(), polls.size(), static_cast<int>(poll_timeout(until).count()));
 }
 
 void Agent::handle_signal(int signal) {
@@ -163,6 +164,7 @@ void Agent::handle_signal(int signal) {
     default:
       break;
   }
+  if (!stop_requested()) leave_at_ = Clock::now() + options_.grace + kSaveTime;
   stop_signal_ = signal;
   if (signal == SIGINT || signal == SIGTERM) ++num_stop_requests_;
   if (num_stop_requests_ > 1 && servers_) servers_->kill_now();
@@ -172,11 +174,20 @@ void Agent::handle_signal(int signal) {
 }
 
 void Agent::suspend() {
+  const auto begin = Clock::now();
   if (group_) group_->send(SIGSTOP);
   if (servers_) servers_->send(SIGSTOP);
   ::kill(::getpid(), SIGSTOP);
-  if (servers_) servers_->send(SIGCONT);
-  if (group_) group_->send(SIGCONT);
+  const auto pause = Clock::now() - begin;
+  if (leave_at_) *leave_at_ += pause;
+  if (servers_) {
+    servers_->postpone(pause);
+    servers_->send(SIGCONT);
+  }
+  if (group_) {
+    group_->postpone(pause);
+    group_->send(SIGCONT);
+  }
   hang_detector_.reset();
 }
 
@@ -205,8 +216,9 @@ int Agent::finish(const std::string& text, int code) {
     logs_.keep();
     print_line(text);
   }
+  const bool with_state = servers_ && options_.servers.folder.empty();
+  if (with_state && stop_requested()) logs_.keep();  // A later job resumes from the state.
   if (logs_.stays()) {
-    const bool with_state = servers_ && options_.servers.folder.empty();
     print_line((with_state ? "logs and the servers' state are in " : "logs are in ") + log_dir_);
   }
   // All workers are gone. Signals until now asked for that; from here on a signal may end this

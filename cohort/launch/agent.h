@@ -4,6 +4,7 @@
 #pragma once
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <poll.h>
 #include <string>
 #include <unistd.h>
@@ -47,11 +48,13 @@ class Agent {
   void bind_store();
   /// Starts the workers of `node`: group_.
   void start_round(const NodeInfo& node);
-  /// One iteration of the event loop: waits for events, then handles all of them.
-  void run_once();
+  /// One iteration of the event loop: waits for events, or `until`, then handles all of them.
+  void run_once(std::optional<Clock::time_point> until = std::nullopt);
   void end_group();
 
   bool stop_requested() const { return stop_signal_ != 0; }
+  /// Whether leave_at_ has come.
+  bool must_leave() const { return leave_at_ && Clock::now() >= *leave_at_; }
   void handle_signal(int signal);
   void print_line(const std::string& text);
   /// Reports how the job ended, and returns its exit code.
@@ -74,7 +77,8 @@ class Agent {
   bool server_failed_first_ = false;
   std::unique_ptr<WorkerGroup> group_;
   int num_stop_requests_ = 0;
-  int stop_signal_ = 0;  // The last one that asks the job to stop.
+  int stop_signal_ = 0;                        // The last one that asks the job to stop.
+  std::optional<Clock::time_point> leave_at_;  // Once stopped: the end of waiting for other nodes.
   Clock::time_point check_at_ = Clock::now();
 
  private:
@@ -82,8 +86,8 @@ class Agent {
   void poll_servers();
   void poll_group();
   std::string job_secret(const NodeInfo& node) const;
-  void wait_for_events();
-  std::chrono::milliseconds poll_timeout() const;
+  void wait_for_events(std::optional<Clock::time_point> until);
+  std::chrono::milliseconds poll_timeout(std::optional<Clock::time_point> until) const;
   void suspend();
   void check_for_hangs();
   std::string report(const Outcome& root_cause);

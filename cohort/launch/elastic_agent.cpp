@@ -77,7 +77,8 @@ std::optional<int> ElasticAgent::run_round() {
     }
   }
   const bool killed_by_request = !job.root_cause && job.exit_code > 128;
-  while (!stop_received_ && !end_ && !killed_by_request && num_stop_requests_ < 2) run_once();
+  while (!stop_received_ && !end_ && !killed_by_request && num_stop_requests_ < 2 && !must_leave())
+    run_once(leave_at_);
   // The node whose worker ended the job reports more than the others know.
   const bool own_failure = job.root_cause && (!stop_received_ || stop_requested());
   if (end_ && own_failure && end_->code == job.exit_code) {

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <fstream>
 #include <signal.h>
+#include <string_view>
 #include <unistd.h>
 
 #include "cohort/base/columns.h"
@@ -39,6 +40,11 @@ bool is_stopped(char state) {
 
 bool same_collective(const TraceRecord& a, const TraceRecord& b) {
   return a.sequence == b.sequence && a.group == b.group && a.operation == b.operation;
+}
+
+// A collective of a sub-group needs its members only, and which those are no record says.
+bool needs_all_ranks(const TraceRecord& collective) {
+  return std::string_view(collective.group.data()) == "world";
 }
 
 bool contains(const std::vector<int>& numbers, int number) {
@@ -173,7 +179,7 @@ HangDetector::Finding HangDetector::check(std::span<const Worker> workers) {
     if (found && !(reported_ && same_collective(*reported_, found->where))) {
       stall_ = found;
       request_stacks(snapshots);
-    } else if (found) {
+    } else if (found && needs_all_ranks(found->where)) {
       const Finding stopped = find_stopped(found->missing);
       finding.failed_rank = stopped.failed_rank;
       finding.why = stopped.why;
@@ -205,10 +211,15 @@ std::string HangDetector::report(const std::vector<Snapshot>& snapshots) const {
   }
   std::string text =
       options_.program_name + ": stalled: " + ranks(waiting) + " in " + where(stall_->where);
-  if (!stall_->missing.empty()) {
+  const bool of_all = needs_all_ranks(stall_->where);
+  if (!of_all) text += std::string(" of group \"") + stall_->where.group.data() + "\"";
+  if (!stall_->missing.empty() && of_all) {
     text += ", missing: " + ranks(stall_->missing);
+  } else if (!stall_->missing.empty()) {
+    text += ", not in it: " + ranks(stall_->missing) + " (missing if a member of the group)";
   } else if (static_cast<int>(snapshots.size()) < stall_->where.world_size) {
     text += ", like all ranks of this node: the missing ranks are on other nodes";
+    if (!of_all) text += ", if the group has any there";
   } else {
     text += ", like all ranks: the operation itself does not complete";
   }

@@ -18,8 +18,9 @@ namespace cohort::launch {
 /// A stall: a rank waits in one collective for stall_timeout. It is reported once, as a table of
 /// all ranks, with the stacks of the missing ranks, which are requested by signal and awaited for
 /// one second. A stopped rank (state T) counts as missing in any collective; one that was stopped
-/// for the whole period is returned as failed, one that a debugger holds is not. Workers without a
-/// trace page are never reported.
+/// for the whole period is returned as failed, one that a debugger holds is not. Of a sub-group the
+/// trace pages do not say who its members are: the ranks that are not in its collective are listed
+/// as such, and none is returned as failed. Workers without a trace page are never reported.
 /// Threads: none; nothing blocks.
 class HangDetector {
  public:
@@ -53,8 +54,8 @@ class HangDetector {
     bool waits_in(const TraceRecord& collective) const;
   };
   struct Stall {
-    TraceRecord where;  // The collective that ranks wait in.
-    std::vector<int> missing;
+    TraceRecord where;         // The collective that ranks wait in.
+    std::vector<int> missing;  // Those elsewhere; of a sub-group, also ranks that are no members.
     Clock::time_point report_at;
   };
 

@@ -7,6 +7,8 @@
 #include <filesystem>
 #include <stdlib.h>
 #include <sys/file.h>
+#include <system_error>
+#include <unistd.h>
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
@@ -15,13 +17,17 @@ namespace cohort::launch {
 
 LogDirectory::LogDirectory(const std::string& requested, LogSharing sharing) {
   if (!requested.empty()) {
-    std::error_code error;
+    std::error_code error, ignored;
     std::filesystem::create_directories(requested, error);
-    if (!std::filesystem::is_directory(requested)) {
+    if (!std::filesystem::is_directory(requested, ignored)) {
       throw ConfigError("--log-dir " + requested + ": expected a folder that can be made, got " +
                         (error ? error.message() : "a file"));
     }
-    path_ = std::filesystem::canonical(requested).string();
+    path_ = std::filesystem::canonical(requested, error).string();
+    if (error) {
+      throw ConfigError("--log-dir " + requested + ": expected a folder that can be reached, got " +
+                        error.message());
+    }
     lock(sharing);
     return;
   }
@@ -30,7 +36,13 @@ LogDirectory::LogDirectory(const std::string& requested, LogSharing sharing) {
     throw ConfigError(name + ": expected TMPDIR to be a folder that can be written, got " +
                       std::strerror(errno));
   }
-  path_ = std::filesystem::canonical(name).string();
+  std::error_code error;
+  path_ = std::filesystem::canonical(name, error).string();
+  if (error) {
+    ::rmdir(name.c_str());
+    throw ConfigError(name + ": expected TMPDIR to be a folder that can be reached, got " +
+                      error.message());
+  }
   temporary_ = true;
 }
 

@@ -51,18 +51,17 @@ ServerGroup::ServerGroup(Key, const RunOptions& options, const std::string& log_
       signals_(signals),
       program_(find_program(options.servers.program)),
       sockets_(make_private_folder()),
-      job_secret_(random_hex(16)) {
+      job_secret_(random_hex(16)) {}
+
+// The delegation makes the object whole, so that its destructor runs if the secret cannot be
+// written or a later server cannot start.
+ServerGroup::ServerGroup(const RunOptions& options, const std::string& log_dir, LogWriter& logs,
+                         const Reaper& reaper, const Signals& signals)
+    : ServerGroup(Key{}, options, log_dir, logs, reaper, signals) {
   const std::string secret = sockets_ + "/secret";
   write_atomically(secret, job_secret_ + "\n");
   std::filesystem::permissions(
       secret, std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
-}
-
-// The delegation makes the object whole, so that its destructor runs if a later server cannot
-// start.
-ServerGroup::ServerGroup(const RunOptions& options, const std::string& log_dir, LogWriter& logs,
-                         const Reaper& reaper, const Signals& signals)
-    : ServerGroup(Key{}, options, log_dir, logs, reaper, signals) {
   for (int id = 0; id < options.servers.count; ++id) {
     Server server;
     server.id = id;
@@ -208,6 +207,11 @@ void ServerGroup::kill_now() {
   if (!killed_at_) killed_at_ = Clock::now();
   kill_at_.reset();
   send(SIGKILL);
+}
+
+void ServerGroup::postpone(Clock::duration pause) {
+  if (kill_at_) *kill_at_ += pause;
+  if (killed_at_) *killed_at_ += pause;
 }
 
 std::optional<ServerGroup::Clock::time_point> ServerGroup::deadline() const {

@@ -62,6 +62,8 @@ class ServerGroup {
   /// The workers are gone: SIGTERM, and SIGKILL after `grace`. May be called again.
   void stop(milliseconds grace);
   void kill_now();
+  /// The servers were suspended for `pause`, which no deadline counts.
+  void postpone(Clock::duration pause);
   /// Kills what is left of the servers' sessions and reads the last bytes. Returns a line for each
   /// server that SIGKILL does not end.
   std::vector<std::string> end();

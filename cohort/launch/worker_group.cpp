@@ -16,7 +16,6 @@ namespace cohort::launch {
 namespace {
 
 constexpr std::chrono::milliseconds kTermToKill{3000};
-constexpr std::chrono::milliseconds kSaveTime{25000};  // Beyond the grace, for a checkpoint.
 constexpr std::chrono::milliseconds kDrainTime{1000};  // For the last bytes of killed workers.
 constexpr int kLastReads = 64;                         // More than a pipe holds.
 const char* const kStillRunning = "still running after the grace period";
@@ -254,6 +253,15 @@ void WorkerGroup::kill_now(const std::string& why) {
   for (Worker& worker : workers_) {
     if (!worker.killed_at) worker.killed_at = Clock::now();
   }
+}
+
+void WorkerGroup::postpone(Clock::duration pause) {
+  const auto add = [pause](std::optional<Clock::time_point>& time) {
+    if (time) *time += pause;
+  };
+  add(term_at_);
+  add(kill_at_);
+  for (Worker& worker : workers_) add(worker.killed_at);
 }
 
 void WorkerGroup::fail(int rank, const std::string& note) {

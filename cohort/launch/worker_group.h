@@ -18,6 +18,9 @@
 
 namespace cohort::launch {
 
+/// Beyond the grace, for a checkpoint after a signal that asks the job to stop.
+inline constexpr std::chrono::milliseconds kSaveTime{25'000};
+
 /// What outlives a round. All references outlive the group.
 struct RoundContext {
   const RunOptions& options;
@@ -89,6 +92,8 @@ class WorkerGroup {
   /// reported with the workers that it ended. May be called again: the first reason counts.
   void stop(milliseconds grace, const std::string& why);
   void kill_now(const std::string& why);
+  /// The workers were suspended for `pause`, which no deadline counts.
+  void postpone(Clock::duration pause);
   /// Why workers were stopped, if they were.
   const std::string& stopped_because() const { return stopped_because_; }
   /// Declares that the running worker of `rank` failed, and kills it; `note` says why.

@@ -130,6 +130,21 @@ TEST(RendezvousTest, AStopThatComesWithTheRoundPreventsIt) {
   EXPECT_EQ(ended.out, "");
 }
 
+// Its own workers have ended; the other nodes' never do.
+TEST(RendezvousTest, AStoppedNodeWaitsForTheOthersNoLongerThanForItsWorkers) {
+  for (const int signal : {SIGHUP, SIGTERM}) {
+    FakeRendezvousServer server;
+    Launched run({this_program(), "--worker", "impatient-" + server.address()});
+    server.wait_for("join");
+    server.send({FakeRendezvousServer::round(1)});
+    server.wait_for("done");
+    run.send(signal);
+    const Ended ended = run.wait();
+    EXPECT_EQ(ended.exit_code, 128 + signal) << ended.err;
+    EXPECT_TRUE(holds(ended.err, ": stopped by signal " + std::to_string(signal))) << ended.err;
+  }
+}
+
 TEST(RendezvousTest, ANodeThatNoRoundAdmittedReportsThat) {
   FakeRendezvousServer server;
   Launched run(node_of(server, "echo started"));

@@ -69,6 +69,23 @@ TEST(HangDetectorTest, RanksHeldByADebuggerOrStoppedWithAllOthersAreNotKilled) {
   }
 }
 
+// It need not be a member of the group.
+TEST(HangDetectorTest, ARankOutsideOfASubGroupsCollectiveIsNotCalledMissingNorKilled) {
+  Launched run(
+      tracing({"--stall-timeout", "0.5", "--watch", "0.2", "--grace", "0.1"}, "subgroup-stopped"));
+  const std::string stalled =
+      "cohort run: stalled: rank 0 in all_reduce(sum) #5 of group \"pair\", not in it: rank 1 "
+      "(missing if a member of the group)\n";
+  run.wait_for_err(stalled);
+  run.wait_for_err("state of the ranks\n", 8);  // The job continues.
+  run.send(SIGTERM);
+  run.send(SIGINT);
+  const Ended ended = run.wait();
+  EXPECT_NE(ended.exit_code, 137);
+  EXPECT_FALSE(holds(ended.err, ", missing: ")) << ended.err;
+  EXPECT_FALSE(holds(ended.err, ") was stopped")) << ended.err;
+}
+
 TEST(HangDetectorTest, AScriptAroundTheProgramHidesNothing) {
   const std::string program = this_program() + " --worker trace-stopped";
   Launched run(cohort_run_sh({"--nproc-per-node", "2", "--stall-timeout", "2", "--grace", "0.1"},
@@ -99,6 +116,13 @@ TEST(HangDetectorTest, TheTableComesRegularlyAndOnASignal) {
   EXPECT_TRUE(holds(text, "waiting")) << text;
   asked.send(SIGTERM);
   EXPECT_EQ(asked.wait().exit_code, 143);
+}
+
+TEST(HangDetectorTest, ATimeBelowAMillisecondIsNotNever) {
+  Launched run(cohort_run_sh({"--watch", "0.0001"}, "sleep 0.2"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_TRUE(holds(ended.err, "cohort run: state of the ranks\n")) << ended.err;
 }
 
 TEST(HangDetectorTest, ProgramsWithoutATraceAreLeftAlone) {

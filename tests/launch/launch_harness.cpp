@@ -27,6 +27,7 @@
 #include "cohort/base/stack_report.h"
 #include "cohort/base/trace_page.h"
 #include "cohort/launch/cores.h"
+#include "cohort/launch/elastic_agent.h"
 #include "cohort/launch/environment.h"
 #include "cohort/launch/spawn.h"
 
@@ -126,10 +127,24 @@ int threaded_spawner(bool forks) {
   });
 }
 
+// A node of the rendezvous at `endpoint`, whose worker ends at once. Once stopped it waits half a
+// second: its grace, which no flag allows, takes the rest of the 25 seconds that follow.
+int impatient_node(const std::string& endpoint) {
+  RunOptions options;
+  options.command = {"true"};
+  options.nnodes = {1, 2};
+  options.rdzv_endpoint = endpoint;
+  options.keep_alive.interval = std::chrono::seconds(60);
+  options.grace = std::chrono::milliseconds(-24'500);
+  const WorkerFunction none;
+  return run_program("node", [&] { return ElasticAgent(options, none).run(); });
+}
+
 // Keeps a trace page: rank 1 computes for ever, all others wait in all_reduce #5. `what` may have
 // rank 1 stop itself ("stopped"), do so in all_reduce #5, too ("came-stopped"), or in #4
 // ("behind-stopped"), or be held by its parent as by a debugger ("traced"); or have all stop
-// themselves in all_reduce #5 ("all-stopped").
+// themselves in all_reduce #5 ("all-stopped"); or have all_reduce be that of a sub-group, and rank 1
+// stop itself outside of it ("subgroup-stopped").
 int tracing_worker(const std::string& what) {
   const bool second = std::string(std::getenv("RANK")) == "1";
   const bool traced = second && what == "traced";
@@ -153,11 +168,14 @@ int tracing_worker(const std::string& what) {
   record.since_ns = steady_now_ns();
   const bool behind = second && what == "behind-stopped";
   if (behind) record.since_ns = 0;  // It waits longest.
-  const bool missing = second && (what == "running" || what == "stopped" || what == "traced");
+  const bool of_pair = what == "subgroup-stopped";
+  const bool missing =
+      second && (what == "running" || what == "stopped" || what == "traced" || of_pair);
   record.sequence = missing || behind ? 4 : 5;
   record.state = missing ? TraceState::kRunning : TraceState::kWaiting;
   record.num_dims = 1;
   record.dims[0] = 8;
+  set_field(record.group, of_pair && !second ? "pair" : "world");
   set_field(record.operation, missing ? "broadcast" : "all_reduce(sum)");
   set_field(record.dtype, "float32");
   set_field(record.call_site, "train.cpp:12");
@@ -173,6 +191,7 @@ int run_worker(const std::string& name) {
   if (name == "bound") return bound_program();
   if (name == "threaded") return threaded_spawner(/*forks=*/false);
   if (name == "threaded-fork") return threaded_spawner(/*forks=*/true);
+  if (name.starts_with("impatient-")) return impatient_node(name.substr(10));
   if (name.starts_with("trace-")) return tracing_worker(name.substr(6));
   if (name == "throw") {
     return run_program("thrower", []() -> int { C10_THROW_ERROR(Error, "the sky fell"); });

@@ -129,6 +129,16 @@ TEST(RunTest, ASecondJobInTheFolderOfLogsIsRefusedByName) {
   EXPECT_EQ(next.wait().exit_code, 0);
 }
 
+TEST(RunTest, AFolderOfLogsThatCannotBeMadeIsNamed) {
+  const TemporaryFolder folder;
+  const std::string logs = folder.path() + "/" + std::string(300, 'x');
+  Launched run(cohort_run_sh({"--log-dir", logs}, "true"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_EQ(ended.err, "cohort run: error: --log-dir " + logs +
+                           ": expected a folder that can be made, got File name too long\n");
+}
+
 TEST(RunTest, LinesThatARankForcesAreShown) {
   Launched run(
       cohort_run_sh({"--nproc-per-node", "3"},

@@ -11,6 +11,7 @@
 #include <sstream>
 #include <sys/ptrace.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include "tests/launch/launch_harness.h"
 
@@ -108,6 +109,16 @@ TEST(ServerRunTest, SocketsAndSecretAreTheUsersAlone) {
   EXPECT_EQ(secret.find_first_not_of("0123456789abcdef"), std::string::npos) << log;
   EXPECT_EQ(sorted_lines(ended.out), (Lines{"[rank 0] " + secret, "[rank 0] " + secret,
                                             "[rank 1] " + secret, "[rank 1] " + secret}));
+  EXPECT_EQ(run.temporary().names(), Lines{});
+}
+
+TEST(ServerRunTest, ASecretThatCannotBeWrittenLeavesNoFolder) {
+  const Job job(kServes);
+  Lines command{"/bin/sh", "-c", "ulimit -f 0; exec \"$@\"", "sh"};
+  const Lines limited = job.run({"--servers", "1"}, "exit 0");
+  command.insert(command.end(), limited.begin(), limited.end());
+  Launched run(command);
+  EXPECT_NE(run.wait().exit_code, 0);
   EXPECT_EQ(run.temporary().names(), Lines{});
 }
 
@@ -224,6 +235,31 @@ TEST(ServerRunTest, AServerThatIgnoresSigtermIsKilledAfterTheGrace) {
       << ended.err;
 }
 
+// Suspended for longer than the grace, while the server saves.
+TEST(ServerRunTest, TimeInWhichTheJobIsSuspendedIsNotOfTheGrace) {
+  const Job job(
+      "trap 'echo saving; i=0; while [ $i -lt 30 ]; do i=$((i+1)); sleep 0.01; done;"
+      " echo saved; exit 0' TERM\n"
+      "echo PSERVER\nwhile :; do sleep 0.01; done\n");
+  Launched run(job.run(
+      {"--servers", "1", "--grace", "1.5"},
+      "until grep -q PSERVER $COHORT_LOG_DIR/server.0.log; do sleep 0.01; done 2>/dev/null"));
+  const auto wait_for = [](const auto& condition) {
+    for (int i = 0; i < 6000 && !condition(); ++i) ::usleep(10'000);
+    EXPECT_TRUE(condition());
+  };
+  wait_for([&] { return job.log(0).find("saving") != std::string::npos; });
+  run.send(SIGTSTP);
+  const std::string state = "/proc/" + std::to_string(run.pid()) + "/stat";
+  wait_for([&] { return read_file(state).find(") T ") != std::string::npos; });
+  ::usleep(1'700'000);
+  run.send(SIGCONT);
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_EQ(ended.err.find("was killed because"), std::string::npos) << ended.err;
+  EXPECT_TRUE(job.log(0).ends_with("saved\n")) << job.log(0);
+}
+
 TEST(ServerRunTest, AServerThatCannotSaveAtTheEndFailsTheJob) {
   const Job job(
       "trap 'echo cannot save >&2; exit 1' TERM\necho PSERVER\n"
@@ -270,6 +306,16 @@ TEST(ServerRunTest, StateThatStaysBesideTheLogsIsNamed) {
             "cohort run: stopped by signal 2 (Interrupt)\n"
             "cohort run: logs and the servers' state are in " +
                 logs + "\n");
+  EXPECT_EQ(read_file(logs + "/servers/server.0/state"), "state\n");
+
+  Launched saved(
+      command(kExplained + "trap 'explained 4' INT; echo ready; while :; do sleep 0.01; done"));
+  const std::string lines = saved.read_lines(2);
+  logs = lines.substr(0, lines.find('\n'));
+  saved.send(SIGINT);
+  const Ended after_save = saved.wait();
+  EXPECT_EQ(after_save.exit_code, 4);
+  EXPECT_EQ(after_save.err, "cohort run: logs and the servers' state are in " + logs + "\n");
   EXPECT_EQ(read_file(logs + "/servers/server.0/state"), "state\n");
 
   Launched succeeded(command("exit 0"));
