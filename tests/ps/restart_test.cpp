@@ -3,12 +3,14 @@
 // same bits.
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <functional>
 #include <future>
 #include <gtest/gtest.h>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -63,6 +65,10 @@ class RestartTest : public testing::Test {
   }
   uint64_t steps(int server) {
     return json::parse(cluster_.ask(server, {.call = Call::kStatus}).text)["steps"];
+  }
+  uint64_t last_push(int server) {
+    return json::parse(
+        cluster_.ask(server, {.call = Call::kStatus}).text)["trainers"][0]["last_push"];
   }
   // Two steps of trainer 0, one of trainer 1; then both are gone.
   void leave_a_step_open() {
@@ -133,6 +139,44 @@ TEST_F(RestartTest, AnAsyncTrainerGoesOnBehindItsOwnPushes) {
   }
   EXPECT_EQ(join(0)->pushed_before(), 3U);
   EXPECT_EQ(join(1)->pushed_before(), 1U);
+}
+
+// Killed while one of two servers has its second push and the other has not.
+TEST_F(RestartTest, AnAsyncTrainerRepeatsWhatNotAllServersHave) {
+  job_ = ledger_job(1, 2, Mode::kAsync);
+  ClientOptions options{.servers = {"0", "1"}, .repeats_pushes = true, .link = impatient_link()};
+  const auto join_again = [&] {
+    return std::make_unique<Client>(options, job_,
+                                    [this](int server) { return cluster_.channel(server); });
+  };
+  const auto leave_a_push_half_way = [&](const std::unique_ptr<Client>& trainer) {
+    push(*trainer);
+    trainer->flush();
+    cluster_.end(1);
+    const auto pushed = last_push(0);
+    push(*trainer);
+    while (last_push(0) == pushed) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  };
+  leave_a_push_half_way(join_again());
+  cluster_.start(1);
+  {
+    const auto trainer = join_again();
+    ASSERT_EQ(trainer->pushed_before(), 1U);
+    EXPECT_EQ(pull(*trainer), -1) << "one server has the second push";
+    push(*trainer);
+    push(*trainer);
+    trainer->flush();
+    EXPECT_EQ(pull(*trainer), 3);
+    leave_a_push_half_way(trainer);
+  }
+  cluster_.start(1);
+  // Pushes of one that does not repeat them are new.
+  options.repeats_pushes = false;
+  const auto trainer = join_again();
+  EXPECT_EQ(trainer->pushed_before(), 4U);
+  push(*trainer);
+  trainer->flush();
+  EXPECT_EQ(pull(*trainer), -1);
 }
 
 TEST_F(RestartTest, OneThatSavesFirstSavesWhatIsClosed) {

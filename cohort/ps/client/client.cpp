@@ -254,7 +254,12 @@ void Client::join() {
   const auto [least, most] = std::ranges::minmax_element(steps);
   const uint64_t closed = *most;
   pushed_before_ = job_.mode == Mode::kSync ? closed - at_start : pushed_everywhere;
-  if (job_.mode != Mode::kSync) return;
+  if (job_.mode != Mode::kSync) {
+    for (auto& sequence : sequences_) {
+      if (options_.repeats_pushes) sequence = pushed_everywhere;
+    }
+    return;
+  }
   // One step is open at most; more if one server alone went back to a checkpoint.
   TORCH_CHECK_VALUE(closed - *least <= 1, "client: ", options_.servers[least - steps.begin()],
                     " is at step ", *least, ", ", options_.servers[most - steps.begin()],

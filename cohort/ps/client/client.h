@@ -24,6 +24,10 @@ struct ClientOptions {
   /// None: the job continues. The servers must see the folder. The other trainers join afterwards:
   /// a process that joined before is rejected.
   std::optional<std::string> restore;
+  /// kAsync: after a restart the program makes its pushes after pushed_before() again. A server that
+  /// has such a push keeps the first one. False: its pushes are new ones; the one in which it was
+  /// killed may have reached some servers only. kSync: pushes are of steps, always made again.
+  bool repeats_pushes = false;
   LinkOptions link;  ///< Timeouts and credits; number, endpoint and trainer are filled in.
 };
 

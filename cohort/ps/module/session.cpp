@@ -131,6 +131,7 @@ void Session::start() {
   ClientOptions client = options_.client;
   client.servers = plan_.servers;
   client.trainer = static_cast<uint32_t>(options_.trainer);
+  client.repeats_pushes = options_.training == Training::kAsync;
   if (!client.link.on_wait)
     client.link.on_wait = [this](const std::string& line) { log_.warn(line); };
   if (options_.host.rank > 0) {
