@@ -60,8 +60,11 @@ double gradient_norm_squared(const std::vector<at::Tensor>& parameters) {
 
 std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn::Module& model) {
   std::vector<std::pair<std::string, at::Tensor>> parameters;
-  for (const auto& item : model.named_parameters())
-    parameters.emplace_back(item.key(), item.value());
+  std::set<const at::TensorImpl*> seen;
+  for (const auto& item : model.named_parameters()) {
+    if (seen.insert(item.value().unsafeGetTensorImpl()).second)
+      parameters.emplace_back(item.key(), item.value());
+  }
   return parameters;
 }
 
@@ -99,7 +102,6 @@ Adam::Adam(std::vector<std::pair<std::string, at::Tensor>> parameters, const Ada
 
 void Adam::step(double learning_rate, double gradient_factor) {
   const at::NoGradGuard no_grad;
-  ++num_steps_;
   std::vector<at::Tensor> parameters;
   std::vector<at::Tensor> grads;
   std::vector<at::Tensor> exp_avgs;
@@ -116,6 +118,7 @@ void Adam::step(double learning_rate, double gradient_factor) {
     exp_avgs.push_back(exp_avgs_[i]);
     exp_avg_sqs.push_back(exp_avg_sqs_[i]);
   }
+  ++num_steps_;
   if (parameters.empty()) return;
   const auto number = at::TensorOptions(parameters.front().device()).dtype(at::kFloat);
   const std::vector<at::Tensor> steps(parameters.size(),

@@ -162,7 +162,7 @@ class ModelWrapper {
   /// Errors: c10::ValueError, the same on these ranks, if they differ.
   template <class... Arguments>
   void check_first_inputs(const Arguments&... arguments) {
-    if (!ranks_.tensor_parallel || std::exchange(inputs_checked_, true)) return;
+    if (!ranks_.tensor_parallel || inputs_checked_) return;
     std::vector<at::Tensor> inputs;
     const auto keep = [&](const at::Tensor& tensor) { return inputs.emplace_back(tensor); };
     const auto look_into = [&](const auto& argument) {
@@ -171,6 +171,7 @@ class ModelWrapper {
     };
     (look_into(arguments), ...);
     check_equal_inputs(inputs);
+    inputs_checked_ = true;
   }
 
  private:

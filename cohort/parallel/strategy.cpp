@@ -87,7 +87,11 @@ std::vector<LocalShard> full_shards_of(const torch::nn::Module& module) {
 }
 
 std::vector<LocalShard> whole_state_of(const torch::nn::Module& module) {
-  std::vector<LocalShard> state = full_shards_of(module);
+  std::vector<LocalShard> state;
+  for (const auto& item : module.named_parameters()) {
+    const at::Tensor& tensor = item.value();
+    state.push_back({item.key(), tensor.sizes().vec(), 0, tensor.numel(), tensor});
+  }
   for (const NamedTensor& each : model_buffers(module))
     state.push_back({each.name, each.tensor.sizes().vec(), 0, each.tensor.numel(), each.tensor});
   return state;

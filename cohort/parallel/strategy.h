@@ -54,9 +54,9 @@ DeviceMesh init_strategy_mesh(const comm::ProcessGroup& group, Strategy strategy
 comm::ProcessGroup checkpoint_writers_of(const DeviceMesh& mesh, Strategy strategy,
                                          CallSite site = CallSite::here());
 
-/// Every parameter as one shard that holds all of it.
+/// Every parameter as one shard that holds all of it; a shared one once, under its first name.
 std::vector<LocalShard> full_shards_of(const torch::nn::Module& module);
-/// The same of every parameter and buffer.
+/// The same of every parameter and buffer, under every name that it has.
 std::vector<LocalShard> whole_state_of(const torch::nn::Module& module);
 
 /// Wraps a module holder in DistributedDataParallel or FullyShardedDataParallel, as the strategy

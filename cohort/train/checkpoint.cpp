@@ -10,6 +10,7 @@
 #include "cohort/base/checksum.h"
 #include "cohort/base/error.h"
 #include "cohort/base/stored_checkpoint.h"
+#include "cohort/base/tensor_file.h"
 #include "cohort/train/stored_tensor.h"
 
 namespace cohort::train {
@@ -211,6 +212,7 @@ struct CheckpointLoad::Impl {
       for (const TensorShard& shard : shards) {
         const auto found = names.find(shard.name);
         if (found == names.end()) {
+          if (num_elements(shard.shape) == 0) continue;  // Ranks that hold shards do not save it.
           missing.emplace(place_of(checkpoint, part), shard.name);
           continue;
         }
@@ -218,8 +220,9 @@ struct CheckpointLoad::Impl {
         used.insert(shard.name);
       }
       for (const auto& [name, stored] : names) {
-        if (!used.contains(name))
-          unexpected.emplace(place_of(checkpoint, checkpoint.part(part).at(stored)), stored);
+        const auto& tensor = checkpoint.part(part).at(stored);
+        if (!used.contains(name) && num_elements(tensor.shape) != 0)
+          unexpected.emplace(place_of(checkpoint, tensor), stored);
       }
     }
   }

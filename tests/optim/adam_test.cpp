@@ -95,6 +95,7 @@ TEST(AdamTest, AGradientInAnotherLayoutIsRefused) {
   } catch (const c10::ValueError& error) {
     EXPECT_NE(std::string(error.what()).find("layer.weight"), std::string::npos);
   }
+  EXPECT_EQ(adam.num_steps(), 0) << "what was refused is no step";
 }
 
 TEST(AdamTest, TheNormCountsEveryGradient) {

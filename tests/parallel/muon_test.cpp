@@ -152,5 +152,20 @@ TEST(MuonTest, AStepIsTheSourcesFormula) {
             "Muon: expected parameters of two dimensions or more, got bias of shape [3]");
 }
 
+TEST(MuonTest, AMatrixWithoutElementsStaysAsItIs) {
+  const ProcessGroup alone(comm::RankInfo{});
+  for (const auto& shape : {std::vector<int64_t>{0, 3}, {3, 0}, {2, 0, 4}}) {
+    SCOPED_TRACE(testing::PrintToString(shape));
+    at::Tensor none = at::empty(shape).requires_grad_();
+    at::Tensor p = at::ones({2, 2}).requires_grad_();
+    Muon muon({{"none", shape, 0, 0, none}, {"p", {2, 2}, 0, 4, p}}, alone);
+    none.mutable_grad() = at::empty(shape);
+    p.mutable_grad() = at::eye(2);
+    muon.step(0.1);
+    EXPECT_EQ(none.sizes(), shape);
+    EXPECT_FALSE(p.equal(at::ones({2, 2})));
+  }
+}
+
 }  // namespace muon_test
 }  // namespace cohort

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 #include <memory>
+#include <set>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -15,6 +16,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/base/safetensors.h"
+#include "cohort/base/stored_checkpoint.h"
 #include "cohort/optim/adam.h"
 
 #include "tests/support/message_of.h"
@@ -258,6 +260,78 @@ TEST(ModelCheckpointTest, AdamOfDdpFsdpAndZeroResumesAsAnyOther) {
     train_step(model, adam);
     expect_equal(state_of(model).to_load, expected, "after four steps");
   });
+}
+
+// A table that is input and output, a parameter without elements, and an ignored one with two names.
+struct TiedImpl : torch::nn::Module {
+  explicit TiedImpl(double value)
+      : table(register_parameter("table", at::full({6, 5}, value, at::kDouble))),
+        bias(register_parameter("bias", at::full({7}, value, at::kDouble))) {
+    register_parameter("tied", table);
+    register_parameter("none", at::empty({0, 5}, at::kDouble));
+    register_parameter("tied_bias", bias);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return at::matmul(at::matmul(x, table.t()), table).sum() * bias.sum();
+  }
+  at::Tensor table, bias;
+};
+TORCH_MODULE(Tied);
+
+TEST(ModelCheckpointTest, SharedAndEmptyParametersPassBetweenWrappers) {
+  const test::SharedFolder folder;
+  const auto body = [&](const comm::ProcessGroup& group) {
+    const auto path = [&](const std::string& kind) {
+      return folder / (kind + std::to_string(group.size()));
+    };
+    for (const std::string kind : {"ddp", "sharded", "ignoring"}) {
+      const auto with = [&](const std::string& wrapper, double value, const auto& call) {
+        Tied net(value);
+        if (wrapper == "ddp") {
+          parallel::DistributedDataParallel<Tied> model(net, group);
+          call(model);
+        } else {
+          parallel::ShardingOptions options;
+          if (wrapper == "ignoring") options.ignored = {"bias"};
+          parallel::FullyShardedDataParallel<Tied> model(net, group, options);
+          call(model);
+        }
+      };
+      const auto adam_of = [](auto& model) {
+        std::vector<std::pair<std::string, at::Tensor>> named;
+        for (const auto& shard : state_of(model).trained)
+          named.emplace_back(shard.name, shard.tensor);
+        return optim::Adam(named);
+      };
+      with(kind, 0.25, [&](auto& model) {
+        optim::Adam adam = adam_of(model);
+        save(model, adam, path(kind));
+      });
+      for (const std::string other : {"ddp", "sharded"}) {
+        SCOPED_TRACE(kind + " as " + other);
+        with(other, 0.5, [&](auto& model) {
+          optim::Adam adam = adam_of(model);
+          if (kind == "ignoring") {
+            load(model, path(kind));  // The optimizer did not have all parameters.
+          } else {
+            load(model, adam, path(kind));
+          }
+          for (const auto& shard : state_of(model).to_load)
+            EXPECT_TRUE(shard.tensor.eq(0.25).all().template item<bool>()) << shard.name;
+        });
+      }
+      if (group.rank() == 0) {
+        std::set<std::string> names;
+        StoredCheckpoint stored(path(kind));
+        for (const auto& [name, tensor] : stored.part("weights")) names.insert(name);
+        EXPECT_TRUE(names.contains("table") && names.contains("tied") && names.contains("bias") &&
+                    names.contains("tied_bias"))
+            << kind << ": as a PyTorch program expects them";
+      }
+    }
+  };
+  test::ranks(2, body);
+  test::ranks(3, body);
 }
 
 TEST(ModelCheckpointTest, WhatDoesNotFitIsNamedOnEveryRankAndChangesNothing) {

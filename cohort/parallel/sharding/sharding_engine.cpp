@@ -77,6 +77,12 @@ void ShardingEngine::Impl::make_units(const std::vector<torch::nn::Module*>& mod
   for (const auto& bucket : buckets)
     local_shards.insert(local_shards.end(), bucket->flat.local_shards().begin(),
                         bucket->flat.local_shards().end());
+  std::map<const at::TensorImpl*, std::string> first_names;
+  for (const auto& item : model.named_parameters()) {
+    const auto [first, is_new] =
+        first_names.emplace(item.value().unsafeGetTensorImpl(), item.key());
+    if (!is_new) further_names.emplace(first->second, item.key());
+  }
 }
 
 void ShardingEngine::Impl::hide() {
@@ -84,11 +90,24 @@ void ShardingEngine::Impl::hide() {
   for (const auto& bucket : buckets) bucket->flat.hide();
 }
 
+// Local shards under every name of their parameters.
+std::vector<LocalShard> ShardingEngine::Impl::sharded_state() const {
+  std::vector<LocalShard> state = local_shards;
+  for (const LocalShard& shard : local_shards) {
+    const auto [begin, end] = further_names.equal_range(shard.name);
+    for (auto further = begin; further != end; ++further) {
+      state.push_back(shard);
+      state.back().name = further->second;
+    }
+  }
+  return state;
+}
+
 // Buffers and ignored parameters.
 std::vector<LocalShard> ShardingEngine::Impl::unsharded_state() const {
   std::vector<NamedTensor> whole;
-  for (const NamedTensor& each : all_parameters(model))
-    if (contains(ignored, each.name)) whole.push_back(each);
+  for (const auto& item : model.named_parameters())
+    if (contains(ignored, item.key())) whole.push_back({item.key(), item.value()});
   for (const NamedTensor& each : model_buffers(model)) whole.push_back(each);
   std::vector<LocalShard> result;
   for (const auto& [name, tensor, sparse] : whole)
@@ -157,11 +176,11 @@ void ShardingEngine::reshard(bool write_back) {
 }
 
 std::vector<LocalShard> ShardingEngine::state_to_save() const {
-  return impl_->group.rank() == 0 ? state_to_load() : impl_->local_shards;
+  return impl_->group.rank() == 0 ? state_to_load() : impl_->sharded_state();
 }
 
 std::vector<LocalShard> ShardingEngine::state_to_load() const {
-  std::vector<LocalShard> state = impl_->local_shards;
+  std::vector<LocalShard> state = impl_->sharded_state();
   for (LocalShard& each : impl_->unsharded_state()) state.push_back(std::move(each));
   return state;
 }

@@ -3,6 +3,7 @@
 // sharding_forward.cpp and sharding_backward.cpp. Not installed.
 #pragma once
 #include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -75,6 +76,7 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   bool gradients_wait() const;
   bool may_stay() const;
   bool sharded() const { return options.shard == Shard::kParameters; }
+  std::vector<LocalShard> sharded_state() const;
   std::vector<LocalShard> unsharded_state() const;
   template <class Body>
   void with_unit_context(size_t unit, const Body& body);
@@ -91,6 +93,7 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   std::vector<std::unique_ptr<Bucket>> buckets;
   std::vector<std::pair<comm::NodePointer, uintptr_t>> hooks;  // to be taken off again
   std::vector<LocalShard> local_shards;
+  std::multimap<std::string, std::string> further_names;  // of shared parameters, by the first one
 
   std::vector<size_t> order;  // of the units' first forwards
   bool order_known = false;   // a whole forward has run
