@@ -126,10 +126,16 @@ std::vector<int64_t> DistributedSampler::indices() const {
   const auto e = static_cast<int64_t>(order.size());
   const auto n = static_cast<uint64_t>(options_.num_examples);
   std::vector<int64_t> share(static_cast<size_t>(size()));
+  // Fewer positions than ranks are past the end.
+  std::vector<int64_t> padded;
+  if (options_.tail == Tail::kPadRandom && !options_.weights.empty())
+    padded = draw_with_replacement(options_.weights, options_.world_size, padding);
   int64_t position = consumed_ + options_.rank;
   for (int64_t& index : share) {
     if (position < e || options_.tail == Tail::kPad) {
       index = order[static_cast<size_t>(position % e)];
+    } else if (!padded.empty()) {
+      index = padded[static_cast<size_t>(position - e)];
     } else {
       // The k-th position past the end is the k-th draw, on whichever rank it falls.
       for (int64_t skipped = e; skipped < position; ++skipped) padding.below(n);

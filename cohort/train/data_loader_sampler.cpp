@@ -11,16 +11,19 @@ namespace cohort::train {
 
 struct DataLoaderSampler::State {
   int64_t num_examples;
+  bool is_uneven;
   data::DistributedSampler sampler;
-  std::vector<int64_t> indices{};  // Of the pass that has begun.
-  size_t given = 0;                // Of them.
-  bool begun = false;              // A pass from the sampler's place.
+  int64_t whole_size = sampler.size();  // Of a pass from the beginning of an epoch.
+  std::vector<int64_t> indices{};       // Of the pass that has begun.
+  size_t given = 0;                     // Of them.
+  size_t taken_elsewhere = 0;           // What a rank with one index more has given out by now.
+  bool begun = false;                   // A pass from the sampler's place.
 };
 
 DataLoaderSampler::DataLoaderSampler(const data::DistributedSamplerOptions& options)
     : state_(
-          std::make_shared<State>(State{options.num_examples, data::DistributedSampler(options)})) {
-}
+          std::make_shared<State>(State{options.num_examples, options.tail == data::Tail::kUneven,
+                                        data::DistributedSampler(options)})) {}
 
 void DataLoaderSampler::set_epoch(int64_t epoch) {
   state_->sampler.set_epoch(epoch);
@@ -41,7 +44,7 @@ int64_t DataLoaderSampler::consumed_after(int64_t taken) const {
 }
 
 int64_t DataLoaderSampler::size() const {
-  return state_->sampler.size();
+  return state_->begun ? state_->whole_size : state_->sampler.size();
 }
 
 void DataLoaderSampler::reset(std::optional<size_t> new_size) {
@@ -53,7 +56,7 @@ void DataLoaderSampler::reset(std::optional<size_t> new_size) {
   }
   if (my.begun) my.sampler.resume(0);
   my.indices = my.sampler.indices();
-  my.given = 0;
+  my.given = my.taken_elsewhere = 0;
   my.begun = true;
 }
 
@@ -61,6 +64,8 @@ std::optional<std::vector<size_t>> DataLoaderSampler::next(size_t batch_size) {
   State& my = *state_;
   if (batch_size == 0) throw ConfigError("DataLoaderSampler: expected a batch size > 0, got 0");
   if (!my.begun) reset();
+  const size_t most = my.indices.size() + (my.is_uneven ? 1 : 0);
+  my.taken_elsewhere += std::min(batch_size, most - my.taken_elsewhere);
   const size_t count = std::min(batch_size, my.indices.size() - my.given);
   if (count == 0) return std::nullopt;
   const auto first = my.indices.begin() + static_cast<std::ptrdiff_t>(my.given);
@@ -69,7 +74,7 @@ std::optional<std::vector<size_t>> DataLoaderSampler::next(size_t batch_size) {
 }
 
 void DataLoaderSampler::save(torch::serialize::OutputArchive& archive) const {
-  const int64_t taken = state_->begun ? static_cast<int64_t>(state_->given) : 0;
+  const int64_t taken = state_->begun ? static_cast<int64_t>(state_->taken_elsewhere) : 0;
   archive.write("epoch", c10::IValue(epoch()));
   archive.write("consumed", c10::IValue(consumed_after(taken)));
 }

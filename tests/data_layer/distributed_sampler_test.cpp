@@ -306,6 +306,36 @@ TEST(DistributedSamplerTest, RefusesBadOptions) {
   EXPECT_THROW(DistributedSampler({.num_examples = 1, .epoch_size = -1}), ConfigError);
 }
 
+TEST(DistributedSamplerTest, WeightsOfAnySizeCount) {
+  const Indices huge =
+      all_ranks({.num_examples = 3, .epoch_size = 300, .weights = {1e308, 1e308, 1e308}});
+  const Indices tiny =
+      all_ranks({.num_examples = 3, .epoch_size = 300, .weights = {4e-320, 4e-320, 4e-320}});
+  for (const int64_t number : {0, 1, 2}) {
+    EXPECT_GT(std::ranges::count(huge, number), 50);
+    EXPECT_GT(std::ranges::count(tiny, number), 50);
+  }
+  EXPECT_EQ(all_ranks({.num_examples = 2,
+                       .epoch_size = 1,
+                       .weights = {0, 1e-320},
+                       .draw = Draw::kWithoutReplacement}),
+            (Indices{1}));
+}
+
+TEST(DistributedSamplerTest, PaddingIsDrawnByTheWeights) {
+  const DistributedSamplerOptions options{
+      .num_examples = 3, .world_size = 4, .tail = Tail::kPadRandom, .weights = {0, 1, 1}};
+  Indices padded;
+  for (int64_t epoch = 0; epoch < 50; ++epoch) {
+    const Indices all = all_ranks(options, epoch);
+    ASSERT_EQ(all.size(), 4U);
+    EXPECT_EQ(std::ranges::count(all, 0), 0);
+    padded.push_back(all.back());
+  }
+  EXPECT_GT(std::ranges::count(padded, 1), 5);
+  EXPECT_GT(std::ranges::count(padded, 2), 5);
+}
+
 TEST(DistributedSamplerTest, RefusesBadWeights) {
   const auto expect = [](const DistributedSamplerOptions& options, const std::string& text) {
     const std::string message =

@@ -141,6 +141,40 @@ TEST(DataLoaderSamplerTest, WithWorkersTheNumberOfTrainedExamplesIsWhatCounts) {
   EXPECT_EQ(trained, expected(options, 0));
 }
 
+// Of 5 examples on 2 ranks, one has 3 and the other 2.
+TEST(DataLoaderSamplerTest, ARankWithTheShorterShareSavesTheSamePlace) {
+  const auto left_after = [](int rank, size_t batch, int calls) {
+    DataLoaderSampler sampler(
+        {.num_examples = 5, .rank = rank, .world_size = 2, .tail = data::Tail::kUneven});
+    for (int i = 0; i < calls; ++i) sampler.next(batch);
+    std::stringstream file;
+    torch::save(sampler, file);
+    DataLoaderSampler later({.num_examples = 5, .tail = data::Tail::kUneven});
+    torch::load(later, file);
+    return later.size();
+  };
+  for (const int rank : {0, 1}) {
+    SCOPED_TRACE(rank);
+    EXPECT_EQ(left_after(rank, 3, 1), 0);
+    EXPECT_EQ(left_after(rank, 3, 2), 0);
+    EXPECT_EQ(left_after(rank, 2, 1), 1);
+    EXPECT_EQ(left_after(rank, 2, 2), 0);
+    EXPECT_EQ(left_after(rank, 1, 1), 3);
+  }
+}
+
+TEST(DataLoaderSamplerTest, ItsSizeIsThatOfTheNextPass) {
+  DataLoaderSampler sampler({.num_examples = 26});
+  sampler.resume(12);
+  EXPECT_EQ(sampler.size(), 14);
+  sampler.reset();
+  EXPECT_EQ(sampler.size(), 26);
+  sampler.reset();
+  size_t given = 0;
+  while (const auto batch = sampler.next(10)) given += batch->size();
+  EXPECT_EQ(given, 26U);
+}
+
 TEST(DataLoaderSamplerTest, RefusesOtherSizesByName) {
   DataLoaderSampler sampler({.num_examples = 5});
   sampler.reset(5);
