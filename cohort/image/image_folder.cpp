@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <utility>
 
 #include "cohort/base/error.h"
 
@@ -25,16 +26,19 @@ std::string listed(const std::vector<std::string>& words) {
   return text;
 }
 
+// Sorted by folder, then by name.
 std::vector<std::string> pictures_below(const fs::path& folder,
                                         const std::vector<std::string>& extensions) {
-  std::vector<std::string> paths;
+  std::vector<std::pair<std::string, std::string>> found;
   const auto options = fs::directory_options::follow_directory_symlink;
   for (const auto& entry : fs::recursive_directory_iterator(folder, options)) {
     if (entry.is_regular_file() && has_extension(entry.path(), extensions)) {
-      paths.push_back(entry.path().string());
+      found.emplace_back(entry.path().parent_path().string(), entry.path().filename().string());
     }
   }
-  std::sort(paths.begin(), paths.end());
+  std::ranges::sort(found);
+  std::vector<std::string> paths;
+  for (const auto& [parent, name] : found) paths.push_back((fs::path(parent) / name).string());
   return paths;
 }
 

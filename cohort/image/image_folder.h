@@ -14,7 +14,8 @@ struct LabelledPath {
 };
 
 /// Lists the images below `root`. Classes are the names of its folders, sorted by bytes; within
-/// a class, paths are sorted likewise: the same numbers on every machine and in torchvision.
+/// a class, images are sorted by their folder, then by their name: the same numbers on every machine
+/// and in torchvision.
 ///
 /// Threads: immutable after construction.
 class ImageFolder {

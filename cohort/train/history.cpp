@@ -11,15 +11,15 @@ using Json = nlohmann::ordered_json;
 
 // Returns the length of the whole lines up to where the run resumes.
 off_t kept_length(const std::string& path, int64_t last_update,
-                  const std::optional<std::string>& later_type) {
+                  const std::optional<std::string>& later_type, const std::string& counter) {
   std::ifstream file(path, std::ios::binary);
   off_t length = 0;
   for (std::string line; std::getline(file, line) && !file.eof();
        length += static_cast<off_t>(line.size()) + 1) {
     const auto json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (!json.is_object() || !json.contains("update") || !json["update"].is_number_integer())
+    if (!json.is_object() || !json.contains(counter) || !json[counter].is_number_integer())
       continue;
-    const auto update = json["update"].get<int64_t>();
+    const auto update = json[counter].get<int64_t>();
     if (update > last_update) break;
     if (update == last_update && later_type && json.contains("type") && json["type"] == *later_type)
       break;
@@ -30,9 +30,9 @@ off_t kept_length(const std::string& path, int64_t last_update,
 }  // namespace
 
 History::History(const std::string& path, int64_t last_update,
-                 const std::optional<std::string>& later_type)
+                 const std::optional<std::string>& later_type, const std::string& counter)
     : file_(path) {
-  file_.truncate(kept_length(path, last_update, later_type));
+  file_.truncate(kept_length(path, last_update, later_type, counter));
 }
 
 void History::append(const std::vector<Field>& fields) {

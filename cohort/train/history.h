@@ -45,11 +45,12 @@ class History {
 
   /// Opens `path` for appending. A last line that a killed run left half written is cut off, and so
   /// are the last lines of a run that trained past its last checkpoint: from the first
-  /// whose "update" is above `last_update`, or is it and whose "type" is `later_type`.
+  /// whose `counter` is above `last_update`, or is it and whose "type" is `later_type`.
   /// Errors: ConfigError that names the file if it cannot be opened.
   explicit History(const std::string& path,
                    int64_t last_update = std::numeric_limits<int64_t>::max(),
-                   const std::optional<std::string>& later_type = {});
+                   const std::optional<std::string>& later_type = {},
+                   const std::string& counter = "update");
 
   /// Writes {"key": value, ...} in the order given as one line, and hands it to the system at
   /// once. NaN and infinities become null, as JSON has none of them.

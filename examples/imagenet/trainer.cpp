@@ -224,6 +224,7 @@ Scores Trainer::evaluate() {
   const Scores scores = sums.scores(group_);
   console_.print("evaluated %s: loss %.8f top1 %.3f top5 %.3f\n",
                  counted(scores.count, "picture").c_str(), scores.loss, scores.top1, scores.top5);
+  print_skipped("evaluation", loader);
   return scores;
 }
 
@@ -278,7 +279,9 @@ EpochReport Trainer::train_epoch(int64_t epoch) {
   while (const auto batch = loader.next()) {
     profiler_.step();
     TORCH_CHECK_VALUE(batch->labels_B.numel() > 0, "epoch ", epoch, ", step ", step,
-                      ": every picture of the batch is damaged");
+                      ": every picture of this rank's batch of ", local_batch_,
+                      " is damaged: expected one good picture at least; without --skip-damaged the "
+                      "run names the damaged file");
     const auto [images_BCHW, labels_B] = on_device(*batch);
     const at::Tensor scores_BC = [&, &images = images_BCHW] {
       const Autocast autocast(options_, group_.device());
@@ -295,12 +298,16 @@ EpochReport Trainer::train_epoch(int64_t epoch) {
       print_step(epoch, step, num_steps, report(sums.scores()));
     }
   }
+  print_skipped("epoch " + std::to_string(epoch), loader);
+  return report(sums.scores(group_));
+}
+
+// Collective; blocks.
+void Trainer::print_skipped(const std::string& what, const ImageLoader& loader) {
   const int64_t skipped = group_.all_reduce_sum(loader.num_skipped());
   if (skipped > 0) {
-    console_.print("epoch %lld: %s left out\n", static_cast<long long>(epoch),
-                   counted(skipped, "damaged picture").c_str());
+    console_.print("%s: %s left out\n", what.c_str(), counted(skipped, "damaged picture").c_str());
   }
-  return report(sums.scores(group_));
 }
 
 void Trainer::print_step(int64_t epoch, int64_t step, int64_t num_steps,
@@ -323,11 +330,15 @@ void Trainer::finish_epoch(int64_t epoch, const EpochReport& report) {
   if (best) state_.best_top1 = valid.top1;
   state_.epochs_done = epoch + 1;
   optimizer_->save(state_);
+  // The checkpoint comes last: killed before it, the run repeats the epoch, and this.
+  if (group_.rank() == 0) add_to_history(epoch, report, valid);
+  if (best) save_run(options_.output + "/model_best", *parallel_, optimizer_->momentum(), state_);
   save_run(options_.output + "/checkpoint", *parallel_, optimizer_->momentum(), state_);
   optimizer_->saved(state_);
-  if (best) save_run(options_.output + "/model_best", *parallel_, optimizer_->momentum(), state_);
-  if (group_.rank() != 0) return;
-  cohort::train::History(options_.output + "/history.jsonl")
+}
+
+void Trainer::add_to_history(int64_t epoch, const EpochReport& report, const Scores& valid) const {
+  cohort::train::History(options_.output + "/history.jsonl", epoch - 1, {}, "epoch")
       .append({{"epoch", epoch},
                {"train_loss", report.scores.loss},
                {"train_top1", report.scores.top1},

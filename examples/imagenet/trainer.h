@@ -47,6 +47,8 @@ class Trainer {
   EpochReport train_epoch(int64_t epoch);
   std::vector<std::vector<int64_t>> training_batches(int64_t epoch) const;
   void finish_epoch(int64_t epoch, const EpochReport& report);
+  void add_to_history(int64_t epoch, const EpochReport& report, const Scores& valid) const;
+  void print_skipped(const std::string& what, const cohort::image::ImageLoader& loader);
   void print_step(int64_t epoch, int64_t step, int64_t num_steps, const EpochReport& so_far) const;
   cohort::image::ImageLoaderOptions loader_options(cohort::image::Transform transform,
                                                    int64_t epoch) const;

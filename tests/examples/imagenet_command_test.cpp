@@ -324,6 +324,32 @@ TEST_F(ImagenetCommandTest, DamagedPictureIsNamedOrSkipped) {
   EXPECT_EQ(skipping.code, 0) << skipping.output;
   EXPECT_NE(skipping.output.find("epoch 0: 1 damaged picture left out"), std::string::npos)
       << skipping.output;
+  EXPECT_EQ(skipping.output.find("evaluation: "), std::string::npos) << skipping.output;
+  cohort::write_file(folder_ / "data/val/square/1.jpg", "damaged");
+  const Ended evaluated = on_ranks(1, "run", "--epochs 1 --skip-damaged");
+  EXPECT_EQ(evaluated.code, 0) << evaluated.output;
+  EXPECT_NE(evaluated.output.find("evaluation: 1 damaged picture left out"), std::string::npos)
+      << evaluated.output;
+}
+
+// Killed or out of space before the checkpoint, a run repeats the epoch, and all that is saved at
+// its end.
+TEST_F(ImagenetCommandTest, TheCheckpointIsTheLastThatAnEpochSaves) {
+  std::filesystem::create_directories(folder_ / "run");
+  cohort::write_file(folder_ / "run/model_best", "a file where a folder is to be");
+  EXPECT_NE(on_ranks(1, "run", "--epochs 1").code, 0);
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "run/checkpoint"));
+  std::filesystem::remove(folder_ / "run/model_best");
+  expect_trained(1, "run", "--epochs 2");
+  EXPECT_EQ(history("run").size(), 2U) << "each epoch once";
+  // From an earlier checkpoint: what came after it is trained again.
+  std::filesystem::copy(folder_ / "run/checkpoint", folder_ / "early",
+                        std::filesystem::copy_options::recursive);
+  expect_trained(1, "run", "--epochs 3 --resume " + folder_ / "run/checkpoint");
+  expect_trained(1, "run", "--epochs 3 --resume " + folder_ / "early");
+  const auto rows = history("run");
+  ASSERT_EQ(rows.size(), 3U);
+  EXPECT_EQ(rows.back()["epoch"], 2);
 }
 
 TEST_F(ImagenetCommandTest, BatchSizePerRankIsTheGlobalOneDivided) {

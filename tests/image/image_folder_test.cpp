@@ -28,23 +28,21 @@ void expect_refused(const std::string& root, const std::string& text) {
 TEST(ImageFolderTest, ClassesAndPicturesAreSorted) {
   const TemporaryFolder folder;
   for (const char* file : {"dog/b.PNG", "dog/a.jpeg", "cat/deep/er/z.jpg", "cat/y.JPG",
-                           "Zebra/1.png", "dog/notes.txt", "readme.jpg"}) {
+                           "Zebra/a-b/1.png", "Zebra/a/1.png", "dog/notes.txt", "readme.jpg"}) {
     add(folder, file);
   }
   const ImageFolder images(folder.path().string());
   EXPECT_EQ(images.classes(), (std::vector<std::string>{"Zebra", "cat", "dog"}));
-  ASSERT_EQ(images.size(), 5);
-  const std::vector<std::pair<std::string, int64_t>> expected = {{"Zebra/1.png", 0},
-                                                                 {"cat/deep/er/z.jpg", 1},
-                                                                 {"cat/y.JPG", 1},
-                                                                 {"dog/a.jpeg", 2},
-                                                                 {"dog/b.PNG", 2}};
-  for (int64_t i = 0; i < 5; ++i) {
+  ASSERT_EQ(images.size(), 6);
+  const std::vector<std::pair<std::string, int64_t>> expected = {
+      {"Zebra/a/1.png", 0},     {"Zebra/a-b/1.png", 0}, {"cat/y.JPG", 1},
+      {"cat/deep/er/z.jpg", 1}, {"dog/a.jpeg", 2},      {"dog/b.PNG", 2}};
+  for (int64_t i = 0; i < 6; ++i) {
     const auto& [path, label] = expected[static_cast<size_t>(i)];
     EXPECT_EQ(images.at(i).path, folder / path);
     EXPECT_EQ(images.at(i).label, label);
   }
-  EXPECT_EQ(ImageFolder(folder.path().string(), {".jpg", ".png"}).size(), 4);
+  EXPECT_EQ(ImageFolder(folder.path().string(), {".jpg", ".png"}).size(), 5);
 }
 
 TEST(ImageFolderTest, WhatIsMissingIsNamed) {
