@@ -141,7 +141,7 @@ TEST_F(RestartTest, AnAsyncTrainerGoesOnBehindItsOwnPushes) {
   EXPECT_EQ(join(1)->pushed_before(), 1U);
 }
 
-// Killed while one of two servers has its second push and the other has not.
+// Killed while one of two servers has its second push and the other does not have it.
 TEST_F(RestartTest, AnAsyncTrainerRepeatsWhatNotAllServersHave) {
   job_ = ledger_job(1, 2, Mode::kAsync);
   ClientOptions options{.servers = {"0", "1"}, .repeats_pushes = true, .link = impatient_link()};
