@@ -97,6 +97,13 @@ class LintTest(unittest.TestCase):
         self.commit()
         self.expect(1, "'Wrong'")
 
+    def test_a_batch_is_read_in_the_builds_order(self):
+        self.write("cohort/a.cpp", "using Number = int;\n")
+        self.commit()
+        self.write("cohort/b.cpp", "Number b();\n")
+        self.commit()
+        self.expect(0, "read 1 units", "HEAD~2")
+
     def test_the_whole_tree_is_formatted_spelled_and_styled(self):
         self.write("cohort/c.cpp", "int  c();\n")
         self.write("docs/a.md", "It recieves OldName.\n")  # codespell:ignore
