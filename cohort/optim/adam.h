@@ -32,9 +32,8 @@ std::vector<double> gradient_norms_squared(const std::vector<at::Tensor>& parame
 double gradient_norm_squared(const std::vector<at::Tensor>& parameters);
 
 /// Name and tensor of every parameter, in the order of registration, as Adam takes them; a shared
-/// one once, under its first name. Frozen
-/// ones are included, but not in named_parameters() of the parallel models: the moments of an Adam
-/// made from one list do not fit an Adam made from the other.
+/// one once, under its first name. Frozen ones are included, but not in named_parameters() of the
+/// parallel models: the moments of an Adam made from one list do not fit an Adam made from the other.
 std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn::Module& model);
 
 /// Adam without weight decay.
