@@ -205,6 +205,7 @@ std::string barrier_text(const std::string& name) {
 
 void ProcessGroup::barrier(const std::string& name, std::optional<std::chrono::milliseconds> limit,
                            CallSite site) const {
+  if (limit) check_limit(*limit, barrier_text(name));
   impl().run(
       {.call = {.operation = barrier_text(name), .site = site, .limit = limit, .moves_data = false},
        .begin = [&](bool async_op) {

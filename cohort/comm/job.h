@@ -48,6 +48,7 @@ struct Job {
   Rendezvous rendezvous;
   const std::shared_ptr<CollectiveLog> log;
   bool dead = false;
+  std::string failed_call;  // The first that failed: "all_reduce(sum) #7"; empty: not known.
 
  private:
   std::vector<std::weak_ptr<DeviceCalls>> device_calls();

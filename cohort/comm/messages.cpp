@@ -9,9 +9,9 @@
 namespace cohort::comm {
 namespace {
 
-// What goes before a message: its dtype and number of elements.
-at::Tensor form_of(const at::Tensor& tensor) {
-  return at::tensor({static_cast<int64_t>(tensor.scalar_type()), tensor.numel()})
+// What goes before a message: its dtype and number of elements, and its number among those of a tag.
+at::Tensor form_of(const at::Tensor& tensor, int64_t number) {
+  return at::tensor({static_cast<int64_t>(tensor.scalar_type()), tensor.numel(), number})
       .to(tensor.device());
 }
 
@@ -43,7 +43,7 @@ class MessageReceived : public c10d::Work {
   MessageReceived(c10d::ProcessGroup& backend, at::Tensor tensor, int from, int tag, int64_t number)
       : backend_(backend),
         tensor_(std::move(tensor)),
-        form_(form_of(tensor_)),
+        form_(form_of(tensor_, number)),
         bytes_(as_bytes(tensor_)),
         from_(from),
         tag_(tag),
@@ -59,13 +59,18 @@ class MessageReceived : public c10d::Work {
     const at::Tensor sent = form_.cpu();
     const auto type = static_cast<at::ScalarType>(sent[0].item<int64_t>());
     const auto numel = sent[1].item<int64_t>();
-    if (type == tensor_.scalar_type() && numel == tensor_.numel()) return data_work_->wait(timeout);
-    // It is taken all the same: its sender waits for that.
-    Tensors unwanted{as_bytes(at::empty({numel}, tensor_.options().dtype(type)))};
-    backend_.recv(unwanted, from_, data_tag(tag_, type, numel, number_))->wait(timeout);
-    TORCH_CHECK_VALUE(false, "recv from ", from_, ": expected ", tensor_.numel(), " elements of ",
+    const auto number = sent[2].item<int64_t>();
+    const bool fits = type == tensor_.scalar_type() && numel == tensor_.numel();
+    if (fits && number == number_) return data_work_->wait(timeout);
+    // Data under another tag than the one posted comes: of an earlier receive, whose Work the program
+    // has dropped, or of another form. That is taken all the same, for its sender waits for that.
+    data_work_.reset();
+    Tensors data{fits ? bytes_ : as_bytes(at::empty({numel}, tensor_.options().dtype(type)))};
+    backend_.recv(data, from_, data_tag(tag_, type, numel, number))->wait(timeout);
+    TORCH_CHECK_VALUE(fits, "recv from ", from_, ": expected ", tensor_.numel(), " elements of ",
                       type_name(tensor_.scalar_type()), ", rank ", from_, " sends ", numel, " of ",
                       type_name(type));
+    return true;
   }
 
  private:
@@ -99,12 +104,11 @@ Work ProcessGroup::send_async(const at::Tensor& tensor, int to, int tag, CallSit
                        .begin = [&, read = readable(tensor)](bool) {
                          Tensors data{as_bytes(read)};
                          if (!impl_->matcher.is_on()) return c10d_group().send(data, to, tag);
-                         Tensors form{form_of(tensor)};
+                         const int64_t number = impl_->num_sent[{to, tag}]++;
+                         Tensors form{form_of(tensor, number)};
                          BackendWork form_sent = c10d_group().send(form, to, tag);
-                         BackendWork sent =
-                             c10d_group().send(data, to,
-                                               data_tag(tag, tensor.scalar_type(), tensor.numel(),
-                                                        impl_->num_sent[{to, tag}]++));
+                         BackendWork sent = c10d_group().send(
+                             data, to, data_tag(tag, tensor.scalar_type(), tensor.numel(), number));
                          return BackendWork(c10::make_intrusive<MessageSent>(
                              Tensors{form[0], data[0]}, std::move(form_sent), std::move(sent)));
                        }});

@@ -62,6 +62,13 @@ void check_written(const at::Tensor& tensor, const char* operation,
                     tensor.strides(), " of shape ", tensor.sizes());
 }
 
+void check_limit(std::chrono::milliseconds limit, const std::string& operation) {
+  constexpr std::chrono::days kLongest{3650};
+  TORCH_CHECK_VALUE(limit.count() > 0 && limit <= kLongest, operation,
+                    ": expected a timeout above 0 and of at most ", kLongest.count(), " days, got ",
+                    limit.count(), " ms");
+}
+
 void check_rank(int rank, int size, const char* operation, const char* role) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, operation, ": expected a ", role, " in [0, ", size,
                     "), got ", rank);
@@ -218,7 +225,9 @@ void check_list_of_root(const Tensors& list, const at::Tensor& like, int root,
 
 void check_splits(const std::vector<int64_t>& splits, const at::Tensor& tensor, int size,
                   const char* side) {
-  const int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 0;
+  TORCH_CHECK_VALUE(tensor.dim() > 0, "all_to_all: expected ", side,
+                    " with rows in dimension 0, got a tensor without dimensions");
+  const int64_t rows = tensor.size(0);
   if (splits.empty()) {
     TORCH_CHECK_VALUE(rows % size == 0, "all_to_all: expected ", size, " equal parts of ", side,
                       ", got ", rows, " rows");

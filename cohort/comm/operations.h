@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What each collective checks, asks of the backend, and leaves to do afterwards. Not installed.
 #pragma once
+#include <chrono>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,8 @@ void check_tensor(const at::Tensor& tensor, const char* operation,
 void check_written(const at::Tensor& tensor, const char* operation,
                    const c10d::ProcessGroup& backend);
 void check_rank(int rank, int size, const char* operation, const char* role);
+/// Of a wait: above 0, and no more than clocks can count.
+void check_limit(std::chrono::milliseconds limit, const std::string& operation);
 
 /// The collectives of process_group.h.
 /// Errors: c10::ValueError for bad arguments.

@@ -11,6 +11,7 @@
 #include "cohort/comm/backend.h"
 #include "cohort/comm/backends/hierarchical/host_groups.h"
 #include "cohort/comm/backends/shm/shm_backend.h"
+#include "cohort/comm/operations.h"
 #include "cohort/comm/process_group_impl.h"
 
 namespace cohort::comm {
@@ -134,6 +135,8 @@ void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, mi
 
 ProcessGroup::ProcessGroup(const RankInfo& info, const ProcessGroupOptions& options) {
   check_device(options);
+  check_limit(options.timeout, "process group");
+  check_limit(options.rendezvous_timeout, "rendezvous");
   if (options.backend != "auto") find_backend(options.backend);
   std::vector<int> ranks(static_cast<size_t>(info.world_size));
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -206,8 +209,7 @@ c10d::Store& ProcessGroup::store() const {
 ProcessGroup ProcessGroup::subgroup(const std::vector<int>& ranks, const std::string& name,
                                     const SubgroupOptions& options, CallSite site) const {
   if (options.backend && *options.backend != "auto") find_backend(*options.backend);
-  TORCH_CHECK_VALUE(!options.timeout || options.timeout->count() > 0, "subgroup \"", name,
-                    "\": expected a timeout above 0, got ", options.timeout->count(), " ms");
+  if (options.timeout) check_limit(*options.timeout, "subgroup \"" + name + "\"");
   impl().check_open();
   TORCH_CHECK_VALUE(impl_->job->watch || rank_info().world_size == 1, "subgroup \"", name,
                     "\": expected an open group of all ranks, but it was closed");
@@ -245,7 +247,7 @@ ProcessGroup ProcessGroup::subgroup(const std::vector<int>& ranks, const std::st
 
 void ProcessGroup::Impl::fail(const std::string& operation, int64_t start_ns,
                               const std::string& cause, bool disagreement) {
-  job->dead = true;
+  const bool was_dead = std::exchange(job->dead, true);
   const auto elapsed = since(start_ns);
   const FailureReport report = job->watch ? job->watch->report() : FailureReport{};
   disagreement = (disagreement || !report.mismatch.empty()) && report.lost.empty();
@@ -255,9 +257,15 @@ void ProcessGroup::Impl::fail(const std::string& operation, int64_t start_ns,
   } else if (!report.others.empty()) {
     text = report.others + " (" + cause + ")";
   }
+  const std::string call = is_world() ? operation : operation + " of group \"" + name + "\"";
+  if (!was_dead) {
+    job->failed_call = call + (sequence > 0 ? " #" + std::to_string(sequence) : "");
+  } else if (disagreement && !job->failed_call.empty()) {
+    text += " (" + cause + ": the ranks disagreed in " + job->failed_call + ")";
+  }
   throw PeerError({.rank = job->info.rank,
                    .lost_ranks = report.lost,
-                   .operation = is_world() ? operation : operation + " of group \"" + name + "\"",
+                   .operation = call,
                    .sequence = sequence > 0 ? sequence : -1,
                    .elapsed = elapsed,
                    .cause = text,
@@ -268,7 +276,8 @@ void ProcessGroup::Impl::guarded(const Call& call, const std::function<void()>& 
   check_open();
   if (call.compared == Compared::kBeforeData) ++sequence;
   const int64_t start = steady_now_ns();
-  if (job->dead) fail(call.operation, start, "the group is dead since it lost a peer", false);
+  if (job->dead)
+    fail(call.operation, start, "the group is dead since an earlier call failed", false);
   // A backend of the host says so itself.
   if (device_group != nullptr && job->is_aborted())
     fail(call.operation, start, "the watching thread has ended the group", false);

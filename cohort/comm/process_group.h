@@ -30,8 +30,9 @@ struct ProcessGroupOptions {
   /// One of backend.h; "auto": "nccl" where `device` is a CUDA device, else "shm" for ranks of one
   /// host, "hierarchical" or "gloo" for those of several; each sub-group by its own ranks.
   std::string backend = "auto";
-  std::chrono::milliseconds rendezvous_timeout{300'000};  ///< Until every rank has come.
-  std::chrono::milliseconds timeout{600'000};             ///< Of every later operation.
+  /// Until every rank has come. This and all other timeouts: above 0, at most 3,650 days.
+  std::chrono::milliseconds rendezvous_timeout{300'000};
+  std::chrono::milliseconds timeout{600'000};  ///< Of every later operation.
   /// Network interface of the backend, "eth0"; empty: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, else
   /// by route.
   std::string interface;

@@ -423,6 +423,9 @@ TEST(CollectivesTest, BadArgumentsAreNamedBeforeAnythingIsSent) {
             "broadcast: expected a root in [0, 1), got 1");
   EXPECT_EQ(error_of([&] { group.all_gather_into(x, small); }),
             "all_gather_into: expected 1 times 3 elements, got 16");
+  EXPECT_EQ(
+      error_of([&] { group.all_to_all(at::ones({}), at::ones({})); }),
+      "all_to_all: expected output with rows in dimension 0, got a tensor without dimensions");
   EXPECT_EQ(error_of([&] { group.scatter(x, {}); }),
             "scatter: expected 1 inputs on the root and none elsewhere, got 0");
   EXPECT_EQ(error_of([&] { group.all_to_all(x, x, {3}, {4}); }),

@@ -374,10 +374,25 @@ TEST(SubgroupOptionsTest, BadOnesAreRefusedBeforeAnythingIsSent) {
     EXPECT_EQ(test::message_of<c10::ValueError>([&] {
                 world.subgroup({0, 1}, "s", {.timeout = milliseconds(0)});
               }),
-              "subgroup \"s\": expected a timeout above 0, got 0 ms");
+              "subgroup \"s\": expected a timeout above 0 and of at most 3650 days, got 0 ms");
+    EXPECT_EQ(test::message_of<c10::ValueError>([&] { world.barrier("b", milliseconds(-1)); }),
+              "barrier \"b\": expected a timeout above 0 and of at most 3650 days, got -1 ms");
     EXPECT_EQ(world.all_reduce_sum(1), 2);
     EXPECT_EQ(world.subgroup({0, 1}, "s", {.backend = "gloo"}).all_reduce_sum(1), 2);
   });
+}
+
+TEST(GroupOptionsTest, TimeoutsThatNoClockCountsAreRefused) {
+  for (const milliseconds timeout : {milliseconds(0), milliseconds(-1), milliseconds::max()}) {
+    EXPECT_NE(test::message_of<c10::ValueError>([&] {
+                ProcessGroup(RankInfo{}, {.timeout = timeout});
+              }).find("process group: expected a timeout above 0"),
+              std::string::npos);
+    EXPECT_NE(test::message_of<c10::ValueError>([&] {
+                ProcessGroup(RankInfo{}, {.rendezvous_timeout = timeout});
+              }).find("rendezvous: expected a timeout above 0"),
+              std::string::npos);
+  }
 }
 
 TEST(SubgroupOptionsTest, MembersMayBeNumberedAsListed) {

@@ -240,6 +240,25 @@ TEST(ShmTest, AfterARefusedMessageTheNextOfItsTagArrives) {
   });
 }
 
+TEST(ShmTest, ADroppedReceiveLeavesItsMessageToTheNext) {
+  shm_ranks(2, [](const ProcessGroup& group) {
+    const at::Tensor x = at::zeros({5});
+    if (group.rank() == 0) {
+      const Work dropped = group.recv_async(x, 1);
+    }
+    group.barrier("dropped");
+    for (const double value : {5.0, 6.0}) {
+      if (group.rank() == 1) {
+        group.send(at::full({5}, value), 0);
+      } else {
+        group.recv(x, 1);
+        EXPECT_TRUE(at::equal(x, at::full({5}, value)));
+      }
+    }
+    group.barrier("end");
+  });
+}
+
 // A rank may be done with a group while another has not seen yet that all have come.
 TEST(ShmTest, AGroupMayBeDroppedAfterItsLastCollective) {
   shm_ranks(3, [](const ProcessGroup& world) {
