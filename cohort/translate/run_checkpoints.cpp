@@ -10,6 +10,7 @@
 #include <exception>
 #include <fcntl.h>
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <sys/file.h>
 #include <torch/types.h>
@@ -34,8 +35,21 @@ constexpr std::chrono::minutes kLoadLimit{30};
 constexpr std::array kMadeByARun{"last",          "best",        "checkpoints",    "servers",
                                  "history.jsonl", "tensorboard", "result-dev.txt", "report.html"};
 
+// Of the job, in all of its rounds. torchrun's may be the same for all jobs ("none").
 std::string run_id() {
+  if (const auto job = env_string("COHORT_JOB_ID")) return *job;
   return env_string("TORCHELASTIC_RUN_ID").value_or("");
+}
+
+// Reads last/, by which the run resumes.
+template <class Read>
+auto read_to_resume(const Read& read) {
+  try {
+    return read();
+  } catch (const ConfigError& error) {
+    throw ConfigError(one_line(error) +
+                      ": expected a whole last/, or another --model-dir, or --overwrite");
+  }
 }
 
 // Whether this process is the launcher's second attempt at the run that wrote this checkpoint.
@@ -44,6 +58,24 @@ bool is_restart_of(const fs::path& last) {
   const train::Metadata metadata = train::read_manifest(last);
   const auto found = metadata.find("run_id");
   return found != metadata.end() && found->second == run_id();
+}
+
+// Whether a run has left its record there and nothing else: it ended before its first checkpoint.
+bool has_only_begun(const fs::path& folder) {
+  if (fs::exists(folder / "best") || fs::exists(folder / "checkpoints")) return false;
+  std::ifstream history(folder / "history.jsonl");
+  bool has_begun = false;
+  for (std::string line; std::getline(history, line);) {
+    const auto found = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (found.is_discarded() && history.eof()) break;  // Half a line, of a run that was killed.
+    if (!found.is_object()) return false;
+    const auto has = [&](const char* key, const nlohmann::json& value) {
+      return found.contains(key) && found[key] == value;
+    };
+    if (!has("update", 0) || !(has("type", "start") || has("type", "end"))) return false;
+    has_begun = true;
+  }
+  return has_begun;
 }
 
 // Nothing if there is no checkpoint. Reads all of it: one that is damaged must not pass for the
@@ -95,7 +127,7 @@ Start find_start(const TrainingOptions& options) {
       (!options.overwrite || is_restart_of(folder / "last"))) {
     return Start::kResume;
   }
-  if (options.overwrite) return Start::kFresh;
+  if (options.overwrite || has_only_begun(folder)) return Start::kFresh;
   if (fs::exists(folder / "history.jsonl") || fs::exists(folder / "best")) {
     throw ConfigError(
         "--model-dir " + options.model_dir +
@@ -112,7 +144,7 @@ Start find_start(const TrainingOptions& options) {
 }
 
 std::string stored_precision(const std::string& model_dir) {
-  const train::Metadata metadata = train::read_manifest(model_dir + "/last");
+  const auto metadata = read_to_resume([&] { return train::read_manifest(model_dir + "/last"); });
   const auto found = metadata.find("precision");
   return found == metadata.end() ? "" : found->second;
 }
@@ -170,8 +202,10 @@ void RunCheckpoints::check_same_run(const train::Metadata& found) const {
   for (const auto& [name, value] : expected) {
     const auto there = found.find(name);
     if (there == found.end() || there->second != value) {
-      throw ConfigError("--model-dir " + options_.model_dir + " holds a run with " + name + " " +
-                        (there == found.end() ? "missing" : there->second) + ", now it is " +
+      const bool text = name == "train_sets_sha256" || name == "valid_sets_sha256";
+      throw ConfigError("--model-dir " + options_.model_dir + " holds a run with " +
+                        (text ? "another text of --" + name.substr(0, 5) + "-sets: " : "") + name +
+                        " " + (there == found.end() ? "missing" : there->second) + ", now it is " +
                         value + ": name another folder, or pass --overwrite");
     }
   }
@@ -182,7 +216,7 @@ void RunCheckpoints::take_best_that_is_there(RunState& state) const {
   const auto there = metadata_in(best_);
   const int64_t update = there ? update_of(*there, best_) : -1;
   if (update > state.updates)
-    log_.warn("best/ is of a later update than last/: the run makes it again, and replaces it",
+    log_.warn("best/ is of a later update than last/: the run replaces it once it is better again",
               {{"best_update", update}, {"last_update", state.updates}});
   if (!state.best || update >= state.best_update) return;
   log_.warn("best/ does not hold the best weights: their save failed",
@@ -195,10 +229,21 @@ void RunCheckpoints::take_best_that_is_there(RunState& state) const {
   if (!std::isnan(value)) state.early_stopping.best = value;
 }
 
+BestScores RunCheckpoints::read_best(const comm::ProcessGroup& group) const {
+  train::Metadata metadata;
+  run_on_ranks(group, "best weights", group.rank() == 0, kLoadLimit, [&] {
+    if (fs::exists(fs::path(best_) / "manifest.json")) metadata = train::read_manifest(best_);
+  });
+  metadata = nlohmann::json::parse(group.broadcast_object(nlohmann::json(metadata).dump()))
+                 .get<train::Metadata>();
+  if (metadata.empty()) return {};
+  return {.update = update_of(metadata, best_), .scores = read_scores("valid_", metadata)};
+}
+
 RunState RunCheckpoints::read_last(const comm::ProcessGroup& group) const {
   train::Metadata metadata;
   run_on_ranks(group, "state of the run", group.rank() == 0, kLoadLimit, [&] {
-    metadata = train::read_manifest(last_);
+    metadata = read_to_resume([&] { return train::read_manifest(last_); });
     check_same_run(metadata);
     RunState state = read_state(metadata);
     take_best_that_is_there(state);
@@ -221,12 +266,12 @@ bool RunCheckpoints::last_has(const std::string& part, const comm::ProcessGroup&
 void RunCheckpoints::load_last(const train::ShardedParts& parts, bool sharded,
                                const comm::ProcessGroup& group) const {
   if (sharded) {
-    train::load_shards(last_, parts, group);
+    read_to_resume([&] { train::load_shards(last_, parts, group); });
     return;
   }
   comm::ProcessGroup alone{comm::RankInfo{}};
   run_on_ranks(group, "last checkpoint", group.rank() == 0, kLoadLimit,
-               [&] { train::load_shards(last_, parts, alone); });
+               [&] { read_to_resume([&] { train::load_shards(last_, parts, alone); }); });
   for (const auto& [part, shards] : parts) {
     for (const train::TensorShard& shard : shards) {
       at::Tensor shared = shard.tensor.detach();

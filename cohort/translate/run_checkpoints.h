@@ -33,6 +33,12 @@ std::string stored_precision(const std::string& model_dir);
 /// Removes what an earlier run left there, but for its vocabularies and tokens.
 void remove_earlier_run(const std::string& model_dir);
 
+/// What is in best/.
+struct BestScores {
+  int64_t update = 0;
+  std::optional<ValidScores> scores;  ///< Nothing if there is no best/.
+};
+
 /// Reads and writes a run's checkpoints.
 ///
 /// What is saved is copied and written in the background, by the ranks that hold it: call every
@@ -54,6 +60,9 @@ class RunCheckpoints {
   /// Collective; blocks. Errors, on all ranks: ConfigError if last/ or best/ is damaged, or last/
   /// of a run with other text, vocabularies, model or first metric: it names what differs.
   RunState read_last(const comm::ProcessGroup& group) const;
+  /// What best/ holds. Rank 0 reads. Collective; blocks.
+  /// Errors: as read_last.
+  BestScores read_best(const comm::ProcessGroup& group) const;
   /// Whether last/ has the part: "average", say. Collective; blocks.
   /// Errors: as read_last.
   bool last_has(const std::string& part, const comm::ProcessGroup& group) const;

@@ -39,7 +39,8 @@ struct RunState {
 
   /// Whether the weights of now have been validated.
   bool is_validated() const {
-    return token_sum == 0 && (early_stopping.best || early_stopping.num_without_best > 0);
+    return token_sum == 0 &&
+           (updates > 0 || early_stopping.best || early_stopping.num_without_best > 0);
   }
 };
 

@@ -39,8 +39,16 @@ void TrainingRun::save() {
   save_is_due_ = false;
 }
 
+// Until every rank has written the checkpoint that has begun. A save would else block on a rank that
+// still writes, and the others would wait for it in a collective, which has a shorter time limit.
+void TrainingRun::wait_for_save() {
+  run_on_ranks(group_, "the checkpoint before", checkpoints_.saves(), kSaveLimit,
+               [&] { checkpoints_.wait_written(); });
+}
+
 // Saves them where last/ will name. If it fails, last/ and the servers' earlier folder stay.
 bool TrainingRun::save_servers() {
+  servers_failed_ = nullptr;
   const auto folder = std::filesystem::absolute(options_.model_dir) / "servers";
   const std::string path = folder / ("update-" + std::to_string(state_.updates));
   try {
@@ -49,6 +57,7 @@ bool TrainingRun::save_servers() {
     throw;
   } catch (const std::exception& error) {
     log_.error("a checkpoint was not written", {{"why", one_line(error)}});
+    servers_failed_ = std::current_exception();
     saved_ = Clock::now();
     save_is_due_ = false;
     return false;
@@ -104,9 +113,12 @@ TrainingResult TrainingRun::result() const {
 void TrainingRun::run() {
   model_->train();
   if (state_.updates == 0) {
-    save();  // a run that is killed in its first validation can resume, too
+    save();
+    wait_for_save();
+    checkpoints_.finish_save();  // A run that is killed in its first update can resume, too.
     if (options_.valid_on_start && !state_now().is_validated()) {
       validate();
+      wait_for_save();
       save();
     }
   } else if (is_valid_update()) {
@@ -127,6 +139,10 @@ void TrainingRun::run() {
   for (const auto& step : {&RunCheckpoints::wait_written, &RunCheckpoints::finish})
     run_on_ranks(group_, "last checkpoint", checkpoints_.saves(), kSaveLimit,
                  [&] { (checkpoints_.*step)(); });
+  run_on_ranks(group_, "last checkpoint of the servers", true, kSaveLimit, [&] {
+    if (servers_failed_) std::rethrow_exception(servers_failed_);
+  });
+  take_best_that_is_there();
   updater_->finish();
   const std::string best = "best_" + to_string(options_.valid_metrics.front());
   log_.info("end", {{"reason", stop_reason_},
@@ -135,6 +151,16 @@ void TrainingRun::run() {
                     {best, early_stopping_.state().best},
                     {"minutes", seconds() / 60}});
   profiler_.finish();
+}
+
+// A run that was killed after a validation and resumed with other options may not have come to
+// weights as good as those in best/.
+void TrainingRun::take_best_that_is_there() {
+  const BestScores there = checkpoints_.read_best(group_);
+  if (!there.scores || there.update == state_.best_update) return;
+  log_.warn("best/ holds weights that are better than those of this run since it resumed",
+            {{"best_update", there.update}});
+  state_.best = there.scores;
 }
 
 data::BatchOptions TrainingRun::batch_options() const {
@@ -190,6 +216,7 @@ bool TrainingRun::train_epoch() {
     }
     if (options_.save_interval_updates > 0 && !state_.skipped_in_a_row &&
         state_.updates % options_.save_interval_updates == 0) {
+      if (!async_sum_) wait_for_save();
       checkpoints_.save_kept(state_now(), updater_->parts(Replicated::kOnce));
     }
     if (!stop_reason_.empty()) {
@@ -299,8 +326,10 @@ void TrainingRun::validate() {
                         {"validation", evaluation.loss_seconds},
                         {"translation", evaluation.translate_seconds}});
   report_gpus(gpu_use);
-  if (improved)
+  if (improved) {
+    wait_for_save();
     checkpoints_.save_best(state_now(), updater_->parts(Replicated::kOnce).at("weights"));
+  }
   if (group_.rank() == 0) {
     record_->validated({.epoch = state_.epoch + 1,
                         .update = state_.updates,

@@ -86,6 +86,8 @@ class TrainingRun {
   }
   void save();
   bool save_servers();
+  void wait_for_save();
+  void take_best_that_is_there();
   void save_if_due();
   RunState state_now() const;
   TrainingResult result() const;
@@ -112,7 +114,8 @@ class TrainingRun {
   RunState state_;
   Clock::time_point start_;  // of this process's training, after tokenisation and set-up
   Clock::time_point saved_;
-  bool save_is_due_ = false;  // the same on all writers
+  bool save_is_due_ = false;           // the same on all writers
+  std::exception_ptr servers_failed_;  // what their last save threw
   Clock::time_point released_;
 
   StepVotes own_;        // losses, tokens and speed that this rank has not sent yet

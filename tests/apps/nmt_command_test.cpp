@@ -382,10 +382,14 @@ TEST_F(NmtCommandTest, AnEarlierRunOutlivesARefusedOne) {
 }
 
 TEST_F(NmtCommandTest, OutputThatCannotBeWrittenIsAFailure) {
-  const Ended ended = shell(bin("cohort") + " nmt info --preset tiny > /dev/full");
-  EXPECT_EQ(ended.code, 1);
-  EXPECT_NE(ended.output.find("standard output cannot be written"), std::string::npos)
-      << ended.output;
+  for (const char* command : {" nmt info --preset tiny", " doctor", " run -- echo lost"}) {
+    const Ended ended = shell(bin("cohort") + command + " > /dev/full");
+    EXPECT_EQ(ended.code, 1) << command;
+    EXPECT_NE(ended.output.find("standard output cannot be written: No space left on device"),
+              std::string::npos)
+        << command << ended.output;
+  }
+  EXPECT_EQ(shell(bin("cohort") + " run -- seq 100000 | head -1").output, "1\n");
 }
 
 TEST_F(NmtCommandTest, TheSizeOfTheBaseModelIsPrinted) {
@@ -641,7 +645,7 @@ TEST_F(NmtCommandTest, ARunIsNotResumedWithAnotherValidationText) {
   std::string english, german;
   ASSERT_TRUE(files >> english >> german) << other;
   other.replace(begin, end - begin, german + " " + english);
-  expect_refused(other, "holds a run with valid_sets_sha256 ");
+  expect_refused(other, "holds a run with another text of --valid-sets: valid_sets_sha256 ");
 }
 
 // Rank 1's logarithms grow from call to call, as those of another CPU may be others: by its own
@@ -965,7 +969,8 @@ TEST_F(NmtCommandTest, WhatCannotGoOnIsNamed) {
                  "model.tied_embeddings 0, now it is 1");
   std::ofstream(path("train.en"), std::ios::app) << "one more\n";
   std::ofstream(path("train.xx"), std::ios::app) << "eno erom\n";
-  expect_refused(train + " --after-batches 4", "holds a run with train_sets_sha256 ");
+  expect_refused(train + " --after-batches 4",
+                 "holds a run with another text of --train-sets: train_sets_sha256 ");
   ASSERT_EQ(shell(bin("cohort-nmt") + " " + train + " --overwrite --after-batches 2").code, 0);
   for (const auto& entry : fs::directory_iterator(path("n/last"))) {
     if (!entry.path().filename().string().starts_with("optimizer")) continue;
@@ -974,8 +979,55 @@ TEST_F(NmtCommandTest, WhatCannotGoOnIsNamed) {
     file.put('!');
   }
   expect_refused(train + " --after-batches 4", "optimizer-2.safetensors: its SHA-256 is not");
+  expect_refused(train + " --after-batches 4", "or another --model-dir, or --overwrite");
   fs::remove_all(path("n/last"));
   expect_refused(train + " --after-batches 4", "holds a run without last/");
+}
+
+// A rank that dies as soon as the run has a record, as one without memory does in its first update.
+TEST_F(NmtCommandTest, ARunThatDiesAtOnceIsRestarted) {
+  const std::string train = bin("cohort-nmt") + " " + train_flags("d") + "--after-batches 3";
+  std::ofstream(path("dies.sh")) << "if [ $TORCHELASTIC_RESTART_COUNT$RANK != 01 ]; then exec "
+                                 << train << "; fi\n"
+                                 << train << " &\nuntil [ -s " << path("d/history.jsonl")
+                                 << " ]; do sleep 0.005; done\nkill -9 $!\nwait $!\nexit 1\n";
+  const Ended ended =
+      shell(bin("cohort") + " run --nproc-per-node 2 --max-restarts 1 -- sh " + path("dies.sh"));
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("trained 0 epochs, 3 updates"), std::string::npos) << ended.output;
+}
+
+TEST_F(NmtCommandTest, ARestartReplacesTheRunOfAnotherJob) {
+  const std::string train = bin("cohort-nmt") + " " + train_flags("o");
+  ASSERT_EQ(shell(bin("cohort") + " run -- " + train + "--after-batches 3").code, 0);
+  std::ofstream(path("later.sh")) << "[ $TORCHELASTIC_RESTART_COUNT = 0 ] && exit 1\nexec " << train
+                                  << "--overwrite --after-batches 2\n";
+  const Ended ended = shell(bin("cohort") + " run --max-restarts 1 -- sh " + path("later.sh"));
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find(", 2 updates"), std::string::npos) << ended.output;
+  const auto manifest = nlohmann::json::parse(contents(path("o/last/manifest.json")));
+  EXPECT_EQ(manifest["facts"]["update"], "2");
+}
+
+// The run was killed after a validation, and comes to no weights as good once it resumes.
+TEST_F(NmtCommandTest, TheResultIsOfTheWeightsInBest) {
+  const std::string more = "--precision float32 --valid-freq 5u --after-batches ";
+  const auto train = [&](const std::string& flags) {
+    return shell(bin("cohort-nmt") + " " + flags);
+  };
+  ASSERT_EQ(train(train_flags("p") + more + "5").code, 0);
+  fs::copy(path("p/last"), path("p/early"), fs::copy_options::recursive);
+  ASSERT_EQ(train(train_flags("p") + more + "10").code, 0);
+  fs::remove_all(path("p/last"));
+  fs::rename(path("p/early"), path("p/last"));
+  const Ended resumed = train(standing_still("p") + more + "6");
+  ASSERT_EQ(resumed.code, 0) << resumed.output;
+  const auto best = nlohmann::json::parse(contents(path("p/best/manifest.json")))["facts"];
+  ASSERT_EQ(best["update"], "10");
+  char loss[64];
+  std::snprintf(loss, sizeof loss, "loss %.4f, in ",
+                std::stod(best["valid_loss"].get<std::string>()));
+  EXPECT_NE(resumed.output.find(loss), std::string::npos) << loss << resumed.output;
 }
 
 TEST_F(NmtCommandTest, AKilledRankEndsTheRunByName) {

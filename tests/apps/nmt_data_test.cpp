@@ -114,7 +114,7 @@ TEST_F(NmtDataTest, ABadCacheIsSaidToBeSoAndMadeAnew) {
   expect_in("token cache state=used ", shell(nmt(flags + "5")));
   // Text that changed belongs to another run.
   add_pair("red", "der");
-  expect_refused(flags + "6", "holds a run with train_sets_sha256 ");
+  expect_refused(flags + "6", "holds a run with another text of --train-sets: train_sets_sha256 ");
   expect_in("state=\"built: the one there was stale: ",
             shell(nmt(flags + "2 --overwrite --max-length 7")));
 }

@@ -240,6 +240,21 @@ TEST_F(ServerTrainingCommandTest, TheSameCommandGoesOnWithTheSameBits) {
                  "a run through parameter servers, which have its moments: expected --strategy");
 }
 
+// A file in the way of the servers' checkpoint.
+TEST_F(ServerTrainingCommandTest, ALastSaveThatServersCannotMakeIsAnError) {
+  for (const std::string strategy : {"ps-sync", "ps-async"}) {
+    const std::string flags = "--strategy " + strategy + " --save-freq 0 --after-batches ";
+    ASSERT_EQ(train("--servers 1 --trainers 2", strategy, flags + "2").code, 0);
+    for (const int update : {3, 4, 5})
+      std::ofstream(path(strategy + "/servers/update-" + std::to_string(update))) << "in the way";
+    const Ended ended = train("--servers 1 --trainers 2", strategy, flags + "4");
+    EXPECT_EQ(ended.code, 1) << strategy << ended.output;
+    EXPECT_NE(ended.output.find("a checkpoint was not written"), std::string::npos) << ended.output;
+    const auto manifest = nlohmann::json::parse(contents(path(strategy + "/last/manifest.json")));
+    EXPECT_EQ(manifest["facts"]["update"], "2") << strategy;
+  }
+}
+
 TEST_F(ServerTrainingCommandTest, AnAsyncRunGoesOn) {
   const std::string flags =
       "--strategy ps-async --valid-freq 10u --disp-freq 1u --early-stopping 0 --after-batches ";

@@ -86,6 +86,47 @@ class RunCheckpointsTest : public testing::Test {
   comm::ProcessGroup alone_{comm::RankInfo{}};
 };
 
+TEST_F(RunCheckpointsTest, ARunThatEndedBeforeItsFirstCheckpointMayBeginAgain) {
+  const std::string begun = R"({"type":"start","update":0})"
+                            "\n";
+  const auto start_with = [&](const std::string& history) {
+    write_file(folder_ / "history.jsonl", history);
+    return find_start(options_);
+  };
+  fs::create_directory(folder_ / "last");
+  write_file(folder_ / "last/weights-0.safetensors", "half");
+  EXPECT_EQ(start_with(begun), Start::kFresh);
+  EXPECT_EQ(start_with(begun +
+                       R"({"type":"end","update":0})"
+                       "\n" +
+                       begun + R"({"type":"st)"),
+            Start::kFresh);
+  for (const char* later :
+       {R"({"type":"train","update":1})", R"({"type":"end","update":3})", "1", "[]", "no JSON"})
+    EXPECT_THROW(start_with(begun + later + "\n"), ConfigError) << later;
+  EXPECT_THROW(start_with(""), ConfigError);
+  for (const char* made : {"best", "checkpoints"}) {
+    fs::create_directory(folder_ / made);
+    EXPECT_THROW(start_with(begun), ConfigError) << made;
+    fs::remove(folder_ / made);
+  }
+  EXPECT_EQ(start_with(begun), Start::kFresh);
+}
+
+TEST_F(RunCheckpointsTest, AValidationIsKnownWhetherItsBestIsThereOrNot) {
+  RunCheckpoints checkpoints(options_, "text", "valid", log_);
+  checkpoints.save_with(alone_);
+  EXPECT_FALSE(checkpoints.read_best(alone_).scores);
+  checkpoints.save_best(state(7, 7), parts(7).at("weights"));
+  checkpoints.save_last(state(7, 7), parts(7));
+  checkpoints.finish();
+  EXPECT_EQ(checkpoints.read_best(alone_).update, 7);
+  EXPECT_EQ(checkpoints.read_best(alone_).scores->bleu, state(7, 7).best->bleu);
+  fs::remove_all(folder_ / "best");
+  EXPECT_TRUE(checkpoints.read_last(alone_).is_validated());
+  EXPECT_FALSE(RunState{}.is_validated());
+}
+
 TEST_F(RunCheckpointsTest, TheBestIsWrittenOnceMoreWhenItCanBe) {
   RunCheckpoints checkpoints(options_, "text", "valid", log_);
   checkpoints.save_with(alone_);
