@@ -126,6 +126,8 @@ class PairHandler : public nlohmann::json_sax<nlohmann::json> {
     const std::string_view why = what.substr(0, what.find("; last read"));
     if (why.find("UTF-8") != std::string_view::npos)
       throw ConfigError(path_.string() + ": item " + std::to_string(item_) + " is not valid UTF-8");
+    // A number that no double holds ("out_of_range.406") is told without a place.
+    if (why.find(" at line ") == std::string_view::npos) return refuse("number");
     const size_t line = why.find(" at line ") + 3;
     throw ConfigError(path_.string() + ":" + std::string(why.substr(line, why.find(',') - line)) +
                       kJsonForm + "a syntax error");

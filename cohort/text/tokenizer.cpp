@@ -112,7 +112,10 @@ std::string Tokenizer::decode(std::span<const int32_t> ids) const {
     TORCH_CHECK_VALUE(id >= 0 && id < num_pieces(), "piece id expected in [0, ", num_pieces(),
                       "), found ", id);
   }
-  return model_->decode(ids);
+  std::string text = model_->decode(ids);
+  std::ranges::replace_if(
+      text, [](char c) { return c == '\n' || c == '\r'; }, ' ');
+  return text;
 }
 
 std::string Tokenizer::piece(int32_t id) const {

@@ -52,7 +52,8 @@ class Tokenizer {
   /// Returns the ids of `text`, without begin and end. Bytes that are not UTF-8 become U+FFFD.
   std::vector<int32_t> encode(std::string_view text) const;
 
-  /// Returns the text of `ids`. Special pieces but unk, which shows as U+2047, give nothing.
+  /// Returns the text of `ids`, one line: a line end that byte pieces spell gives a space. Special
+  /// pieces but unk, which shows as U+2047, give nothing.
   /// Errors: c10::ValueError if an id is not in [0, num_pieces()).
   std::string decode(std::span<const int32_t> ids) const;
 

@@ -125,6 +125,8 @@ TEST_F(ParallelTextTest, JsonOfAnotherFormIsNamed) {
             "@/a.json: item 1: expected [\"source\", \"target\"]");
   EXPECT_EQ(error({{"a.json", "[[\"a\", 1]]"}}),
             "@/a.json: item 0: expected [\"source\", \"target\"]");
+  EXPECT_EQ(error({{"a.json", "[[\"a\", 1e999]]"}}),
+            "@/a.json: item 0: expected [\"source\", \"target\"]");
   EXPECT_EQ(error({{"a.json", "[[\"a\", \"b\"], [\"a\\nb\", \"c\"]]"}}),
             "@/a.json: item 1: expected sentences of one line each");
 }

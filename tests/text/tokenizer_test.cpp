@@ -77,6 +77,34 @@ TEST_F(TokenizerTest, DecodingGivesBackTheText) {
   }
 }
 
+// A line of a program's output is a sentence, whatever pieces a user's own model has.
+TEST_F(TokenizerTest, DecodingGivesOneLine) {
+  std::string error;
+  const std::string bytes = bridge::train(sentences_,
+                                          std::vector<bridge::TrainerFlag>{
+                                              {"vocab_size", std::to_string(kVocabSize + 256)},
+                                              {"model_type", "bpe"},
+                                              {"byte_fallback", "true"},
+                                              {"pad_id", "0"},
+                                              {"unk_id", "1"},
+                                              {"bos_id", "2"},
+                                              {"eos_id", "3"},
+                                          },
+                                          error);
+  ASSERT_EQ(error, "");
+  const Tokenizer tokenizer(folder_.write("bytes.spm", bytes));
+  const std::vector<int32_t> words = tokenizer.encode("ka to");
+  for (const char* name : {"<0x0A>", "<0x0D>"}) {
+    int32_t id = 0;
+    while (id < tokenizer.num_pieces() && tokenizer.piece(id) != name) ++id;
+    ASSERT_LT(id, tokenizer.num_pieces()) << name;
+    std::vector<int32_t> ids = words;
+    ids.push_back(id);
+    ids.insert(ids.end(), words.begin(), words.end());
+    EXPECT_EQ(tokenizer.decode(ids), "ka to  ka to") << name;
+  }
+}
+
 TEST_F(TokenizerTest, SpecialIdsAreTheSameInEveryModel) {
   const Tokenizer tokenizer(train());
   EXPECT_EQ(tokenizer.piece(kPadId), "<pad>");
