@@ -89,7 +89,8 @@ BenchDecode::BenchDecode(CLI::App& bench)
       ->type_name("FOLDER");
   command_.add_option("--preset", preset_, "Sizes of the model with random weights")
       ->capture_default_str()
-      ->check(CLI::IsMember({"tiny", "small", "base", "big"}));
+      ->check(CLI::IsMember({"tiny", "small", "base", "big"}))
+      ->excludes("--model-dir");
   command_.add_option("--precision", precision_, "Precision of matrix products")
       ->capture_default_str()
       ->check(CLI::IsMember({"auto", "bfloat16", "float32", "int8"}));

@@ -382,7 +382,8 @@ BenchStep::BenchStep(CLI::App& bench)
   command_.add_option("--vocabulary", vocabulary_, "Pieces on each side")
       ->capture_default_str()
       ->check(CLI::Range(int64_t{5}, int64_t{1} << 24));
-  command_.add_option("--precision", precision_, "auto, bfloat16 or float32")
+  command_.add_option("--precision", precision_, "Precision of matrix products")
+      ->check(CLI::IsMember({"auto", "bfloat16", "float32"}))
       ->capture_default_str();
   number("--words", words_, "Target tokens per rank and step, padded");
   number("--steps", steps_, "Measured steps");

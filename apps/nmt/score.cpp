@@ -101,8 +101,12 @@ class Pairs {
 // Reads all once, so that bad files are refused before anything is printed. What can be read only
 // once (a pipe) is not.
 void check(const std::vector<fs::path>& paths) {
-  if (!std::ranges::all_of(paths, [](const fs::path& path) { return fs::is_regular_file(path); }))
-    return;
+  const auto is_regular = [](const fs::path& path) {
+    std::error_code error;
+    const fs::file_status status = fs::status(path, error);
+    return error || fs::is_regular_file(status);  // What cannot be examined is refused by Pairs.
+  };
+  if (!std::ranges::all_of(paths, is_regular)) return;
   Pairs pairs(paths);
   for (std::string source, target; pairs.next(source, target);) continue;
 }

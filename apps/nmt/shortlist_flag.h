@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The flag --shortlist of commands that search.
 #pragma once
+#include <algorithm>
 #include <charconv>
 #include <memory>
 #include <string>
@@ -27,9 +28,9 @@ struct ShortlistFlag {
         TextValue{{},
                   [this] { return file.empty() ? std::vector<std::string>{} : std::vector{file}; },
                   [this](const auto& given) { set(given); }},
-        "Search only among the FIRST (100) most frequent target pieces and the BEST (100) of each "
-        "source piece that have at least the probability PRUNE (0); FILE is of cohort nmt "
-        "shortlist",
+        "Search only among the FIRST (100) most frequent target pieces and the BEST (100, or all "
+        "that FILE has) of each source piece that have at least the probability PRUNE (0); FILE is "
+        "of cohort nmt shortlist",
         {.unit = "FILE [FIRST [BEST [PRUNE]]]", .max_values = 4, .shown_default = "none"}};
   }
 
@@ -38,18 +39,23 @@ struct ShortlistFlag {
     if (file.empty()) return nullptr;
     const auto table =
         translate::read_lexical_table(file, translate::vocab_files(model.model_dir, model.vocabs));
-    if (taken.best > table.best) {
+    nmt::ShortlistOptions used = taken;
+    if (!is_best_given) used.best = std::min(used.best, table.best);
+    if (used.best > table.best) {
       throw ConfigError(
           "--shortlist " + file + ": expected BEST to be at most " + std::to_string(table.best) +
           ", which were kept of each source piece (cohort nmt shortlist --best), got " +
-          std::to_string(taken.best));
+          std::to_string(used.best));
     }
-    return std::make_shared<const nmt::Shortlist>(table, taken);
+    return std::make_shared<const nmt::Shortlist>(table, used);
   }
 
  private:
+  bool is_best_given = false;
+
   void set(const std::vector<std::string>& given) {
     file = given.at(0);
+    is_best_given = given.size() > 2;
     const auto number = [&](size_t at, auto& value, double most, const char* expected) {
       if (at >= given.size()) return;
       const std::string& text = given[at];

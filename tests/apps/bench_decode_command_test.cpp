@@ -11,7 +11,8 @@ using cohort::test::bin;
 using cohort::test::Ended;
 using cohort::test::shell;
 
-const std::string kCommand = " decode --preset tiny --rows 3 --output-tokens 6 --rounds 3 ";
+const std::string kSizes = " decode --rows 3 --output-tokens 6 --rounds 3 ";
+const std::string kCommand = kSizes + "--preset tiny ";
 
 TEST(BenchDecodeTest, SectionsAddUpToTheBatch) {
   for (const char* flags :
@@ -40,8 +41,9 @@ TEST(BenchDecodeTest, PrintsATableAndNamesBadFlags) {
   for (const auto& [flag, text] : {std::pair{"--beam-size 0", "--beam-size"},
                                    {"--source-tokens 9000", "--source-tokens"},
                                    {"--shortlist x", "--model-dir"},
-                                   {"--model-dir /nothing", "/nothing"}}) {
-    const Ended bad = shell(bin("cohort-bench") + kCommand + flag);
+                                   {"--model-dir /nothing", "/nothing"},
+                                   {"--model-dir /nothing --preset tiny", "--preset"}}) {
+    const Ended bad = shell(bin("cohort-bench") + kSizes + flag);
     EXPECT_EQ(bad.code, 2) << bad.output;
     EXPECT_NE(bad.output.find(text), std::string::npos) << bad.output;
   }

@@ -77,6 +77,9 @@ TEST(BenchStepTest, SizesThatCannotBeAreRefusedByName) {
             std::string::npos)
       << preset.output;
   EXPECT_EQ(shell(bin("cohort-bench") + " step --words 0").code, 2);
+  const Ended precision = shell(bin("cohort-bench") + " step --preset tiny --precision int8");
+  EXPECT_EQ(precision.code, 2) << precision.output;
+  EXPECT_NE(precision.output.find("--precision"), std::string::npos) << precision.output;
 }
 
 }  // namespace bench_step_command_test

@@ -153,6 +153,8 @@ TEST_F(NmtTextTest, EveryLineHasItsScoreInOrder) {
                  "short.xx ends after 2 lines but " + path("valid.en") + " has more");
   expect_refused("score --test-sets " + path("valid.en") + model, "expected a .tsv file, or two");
   expect_refused("score --test-sets " + path("none.tsv") + model, "none.tsv: cannot be read");
+  std::filesystem::create_symlink("loop.tsv", path("loop.tsv"));
+  expect_refused("score --test-sets " + path("loop.tsv") + model, "loop.tsv: cannot be read");
   std::ofstream(path("three.tsv")) << "a\tb\na\tb\tc\n";
   expect_refused("score --test-sets " + path("three.tsv") + model, "line 2: expected source<TAB>");
   std::ofstream(path("broken.tsv")) << "a\tb\n\xff\tb\n";
@@ -274,6 +276,15 @@ TEST_F(NmtTextTest, AShortlistIsLearntAndUsed) {
     EXPECT_EQ(contents(path("translated")), few) << ranks;
   }
   const std::string model = " --model-dir " + path("run");
+  // A file with fewer pieces than BEST's default.
+  const std::string small = path("small.shortlist");
+  ASSERT_EQ(shell(bin("cohort-nmt") + " shortlist --model-dir " + path("run") + " --train-sets " +
+                  path("train.en") + " " + path("train.xx") + " --best 1 --output " + small)
+                .code,
+            0);
+  EXPECT_EQ(translated("--shortlist " + small + " 1"), few);
+  expect_refused("translate" + model + " --shortlist " + small + " 1 2 < /dev/null",
+                 "expected BEST to be at most 1");
   expect_refused("translate" + model + " --shortlist " + path("valid.en") + " < /dev/null",
                  "valid.en");
   expect_refused("translate" + model + " --shortlist " + file + " 100 x < /dev/null",
