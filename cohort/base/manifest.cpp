@@ -154,6 +154,7 @@ std::string to_string(const std::vector<int64_t>& shape) {
 }
 
 Manifest Manifest::read(const std::string& folder) {
+  if (folder.empty()) throw ConfigError("expected a checkpoint's folder, got an empty name");
   const std::string path = folder + "/manifest.json";
   std::ifstream file(path);
   if (!file || fs::is_directory(path)) throw ConfigError(path + ": no checkpoint here");
@@ -169,7 +170,10 @@ Manifest Manifest::parse(const std::string& text, const std::string& where) {
     return json.is_object() && json.contains(key) && json[key].is_object();
   };
   reader.require(has_object("files") && has_object("facts"),
-                 "expected a manifest with files and facts");
+                 std::string("expected a manifest with files and facts, found ") +
+                     (text.empty()          ? "an empty file"
+                      : json.is_discarded() ? "what is no JSON"
+                                            : "other JSON"));
   Manifest manifest{.version = 1};
   if (json.contains("version")) {
     reader.require(json["version"].is_number_unsigned(), "expected a number as version");

@@ -72,16 +72,37 @@ std::set<std::string> names_of(const Manifest& manifest) {
   return names;
 }
 
-// The safetensors files that `manifest` does not name, and what killed saves left.
-std::vector<std::string> others_than(const Manifest& manifest, const std::string& folder) {
+// Whether a save of this part has named a file so: "weights-5.safetensors",
+// "weights-5.0-of-2.65a222b8.safetensors".
+bool is_of_part(const std::string& name, const std::string& part) {
+  if (!name.starts_with(part + "-") || !name.ends_with(kEnding)) return false;
+  const std::string rest = name.substr(part.size() + 1);
+  const std::string update = rest.substr(0, rest.find('.'));
+  return !update.empty() && update.find_first_not_of("0123456789") == std::string::npos;
+}
+
+// What earlier saves and killed ones have left beside the files of `manifest`; `before` is the
+// manifest of one of them. Files of other programs stay.
+std::vector<std::string> others_than(const Manifest& manifest,
+                                     const std::optional<Manifest>& before,
+                                     const std::string& folder) {
   const std::set<std::string> names = names_of(manifest);
+  std::set<std::string> listed, parts;
+  for (const auto& [part, tensors] : manifest.parts) parts.insert(part);
+  if (before) {
+    listed = names_of(*before);
+    for (const auto& [part, tensors] : before->parts) parts.insert(part);
+  }
   std::error_code error;
   std::vector<std::string> others;
   for (const auto& entry : fs::directory_iterator(folder, error)) {
     const std::string name = entry.path().filename().string();
     const bool left_over = name.find(std::string(kEnding) + ".tmp-") != std::string::npos ||
                            name.starts_with("manifest.json.tmp-");
-    if (left_over || (name.ends_with(kEnding) && !names.contains(name))) others.push_back(name);
+    const bool is_ours =
+        listed.contains(name) ||
+        std::ranges::any_of(parts, [&](const auto& part) { return is_of_part(name, part); });
+    if (left_over || (is_ours && !names.contains(name))) others.push_back(name);
   }
   return others;
 }
@@ -125,6 +146,7 @@ void check(const std::string& where, const StoredShard& shard) {
 
 Manifest write_share(const std::string& folder, const std::string& part,
                      const std::vector<StoredShard>& shards, const ShareInfo& info) {
+  if (folder.empty()) throw ConfigError("expected a folder for the checkpoint, got an empty name");
   const Names names(part, info);
   const std::string where = folder + "/" + names.stem;
   Manifest share{.update = info.update};
@@ -189,7 +211,7 @@ std::vector<std::string> commit_manifest_keeping(const std::string& folder,
   write_atomically(path, json);
   std::vector<std::string> paths;
   std::error_code ignored;
-  for (const std::string& name : others_than(manifest, folder)) {
+  for (const std::string& name : others_than(manifest, before, folder)) {
     if (kept.contains(name)) {
       paths.push_back(folder + "/" + name);
     } else {

@@ -32,8 +32,8 @@ using Metadata = std::map<std::string, std::string>;
 /// A module's parameters, then its buffers; they share its memory.
 NamedTensors state_of(const torch::nn::Module& model);
 
-/// Writes every part as a file, then the manifest; then the files of older saves are removed, as is
-/// every other safetensors file: the folder is the checkpoint's own, and made if need be.
+/// Writes every part as a file, then the manifest; then the files of older saves are removed. The
+/// folder is made if need be. Files of other programs in it stay.
 ///
 /// Local: for rank 0. `update` numbers the files. Blocks until the disk has them.
 /// Errors: ConfigError if the folder is not writable; c10::Error if writing fails: the previous

@@ -15,9 +15,8 @@ struct DataLoaderSampler::State {
   data::DistributedSampler sampler;
   int64_t whole_size = sampler.size();  // Of a pass from the beginning of an epoch.
   std::vector<int64_t> indices{};       // Of the pass that has begun.
-  size_t given = 0;                     // Of them.
-  size_t taken_elsewhere = 0;           // What a rank with one index more has given out by now.
-  bool begun = false;                   // A pass from the sampler's place.
+  size_t taken = 0;    // On a rank with one index more; here at most indices.size().
+  bool begun = false;  // A pass from the sampler's place.
 };
 
 DataLoaderSampler::DataLoaderSampler(const data::DistributedSamplerOptions& options)
@@ -56,7 +55,7 @@ void DataLoaderSampler::reset(std::optional<size_t> new_size) {
   }
   if (my.begun) my.sampler.resume(0);
   my.indices = my.sampler.indices();
-  my.given = my.taken_elsewhere = 0;
+  my.taken = 0;
   my.begun = true;
 }
 
@@ -65,16 +64,17 @@ std::optional<std::vector<size_t>> DataLoaderSampler::next(size_t batch_size) {
   if (batch_size == 0) throw ConfigError("DataLoaderSampler: expected a batch size > 0, got 0");
   if (!my.begun) reset();
   const size_t most = my.indices.size() + (my.is_uneven ? 1 : 0);
-  my.taken_elsewhere += std::min(batch_size, most - my.taken_elsewhere);
-  const size_t count = std::min(batch_size, my.indices.size() - my.given);
-  if (count == 0) return std::nullopt;
-  const auto first = my.indices.begin() + static_cast<std::ptrdiff_t>(my.given);
-  my.given += count;
-  return std::vector<size_t>(first, first + static_cast<std::ptrdiff_t>(count));
+  const auto here = [&] {
+    return my.indices.begin() + static_cast<std::ptrdiff_t>(std::min(my.taken, my.indices.size()));
+  };
+  const auto first = here();
+  my.taken += std::min(batch_size, most - my.taken);
+  if (first == my.indices.end()) return std::nullopt;
+  return std::vector<size_t>(first, here());
 }
 
 void DataLoaderSampler::save(torch::serialize::OutputArchive& archive) const {
-  const int64_t taken = state_->begun ? static_cast<int64_t>(state_->taken_elsewhere) : 0;
+  const int64_t taken = state_->begun ? static_cast<int64_t>(state_->taken) : 0;
   archive.write("epoch", c10::IValue(epoch()));
   archive.write("consumed", c10::IValue(consumed_after(taken)));
 }

@@ -5,6 +5,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
 #include <filesystem>
+#include <memory>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
@@ -108,6 +110,22 @@ void wait_for_devices(const ShardedParts& parts) {
   }
 }
 
+// Of a folder, until it goes: the commit of one save would remove another's files. By rank, for
+// several may be threads of one process.
+std::shared_ptr<void> claimed(const std::string& folder, int rank) {
+  static std::mutex mutex;
+  static std::set<std::pair<std::string, int>> all;
+  std::error_code ignored;
+  const std::pair key(std::filesystem::weakly_canonical(folder, ignored).string(), rank);
+  const std::lock_guard lock(mutex);
+  TORCH_CHECK_VALUE(all.insert(key).second, "checkpoint: ", folder,
+                    ": expected one save at a time into a folder: wait() for the one before");
+  return {nullptr, [key](void*) {
+            const std::lock_guard release(mutex);
+            all.erase(key);
+          }};
+}
+
 }  // namespace
 
 std::vector<TensorShard> shards_of(const std::vector<TensorShard>& parameters) {
@@ -136,6 +154,7 @@ void ShardedCheckpointWriter::check_idle() const {
 
 void ShardedCheckpointWriter::start(const std::string& folder, const ShardedParts& parts,
                                     int64_t update, const Metadata& metadata) {
+  claim_ = claimed(folder, group_.rank());
   folder_ = folder;
   metadata_ = metadata;
   share_.reset();
@@ -150,6 +169,7 @@ void ShardedCheckpointWriter::start(const std::string& folder, const ShardedPart
 void ShardedCheckpointWriter::commit(CallSite site) {
   const CallSiteScope scope(site);
   const bool was_pending = std::exchange(pending_, false);
+  const auto claim = std::exchange(claim_, nullptr);  // To the end of this call.
   Json report;
   const Json error = errors_of([&] {
     TORCH_CHECK_VALUE(was_pending, "checkpoint: expected begin before commit");

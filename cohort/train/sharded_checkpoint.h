@@ -3,6 +3,7 @@
 #pragma once
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -27,8 +28,8 @@ std::vector<TensorShard> shards_of(const std::vector<TensorShard>& parameters);
 ///   ... training continues ...
 ///   if (all_ranks(writer.done())) writer.commit();   // the manifest: now it is the checkpoint
 ///
-/// The folder is one that all ranks see, and the checkpoint's own: other safetensors files in it
-/// are removed. Every element must be in one rank's shards: of tensors that all ranks hold, each
+/// The folder is one that all ranks see. Files of earlier saves in it are removed, those of other
+/// programs stay. Every element must be in one rank's shards: of tensors that all ranks hold, each
 /// rank gives its share_of; or one rank saves alone, in a group of its own: then the files are what
 /// save_checkpoint writes. Killed at any moment, the folder holds the checkpoint before or the new
 /// one (base/stored_checkpoint.h).
@@ -48,7 +49,8 @@ class ShardedCheckpointWriter {
 
   /// Copies this rank's shards and writes them in the background. `folder`, `update` and the names
   /// of parts are the same on all ranks; `metadata` is rank 0's. Local; blocks for the copying.
-  /// Errors: c10::ValueError if the save before is not committed.
+  /// Errors: c10::ValueError if the save before is not committed, or one by another writer of this
+  ///         process into the same folder.
   void begin(const std::string& folder, const ShardedParts& parts, int64_t update,
              const Metadata& metadata);
   /// The same without a copy: the caller does not change the tensors of `parts` before commit().
@@ -85,6 +87,7 @@ class ShardedCheckpointWriter {
   comm::ProcessGroup group_;
   std::chrono::milliseconds visible_timeout_;
   bool pending_ = false;
+  std::shared_ptr<void> claim_;  // As long as no other writer of this rank may save there.
   std::string folder_;
   Metadata metadata_;
   std::optional<Manifest> share_;  // What this rank has written, once done.

@@ -3,7 +3,9 @@
 
 #include <atomic>
 #include <filesystem>
+#include <functional>
 #include <gtest/gtest.h>
+#include <initializer_list>
 #include <set>
 #include <thread>
 #include <torch/types.h>
@@ -42,6 +44,34 @@ TEST(PartsTest, AreSavedTogetherAndTheOldOnesRemoved) {
   EXPECT_EQ(first(found, "weights"), 2);
   EXPECT_EQ(first(found, "optimizer"), -2);
   EXPECT_EQ(read_manifest(path).at("a"), "c");
+}
+
+TEST(PartsTest, FilesOfOthersStayAndThoseOfKilledSavesGo) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "last";
+  const std::set<std::string> others = {"model.safetensors", "model-00001-of-00002.safetensors",
+                                        "weights.safetensors", "weights-best.safetensors"};
+  save_checkpoint(path, make_parts(1), 5, {});
+  for (const std::string& name : others) write_file(path + "/" + name, "of another program");
+  for (const char* name : {"weights-7.safetensors", "weights-7.0-of-2.65a222b8.safetensors",
+                           "optimizer-9.safetensors.tmp-1234"})
+    write_file(path + "/" + name, "of a killed save");
+  save_checkpoint(path, make_parts(2), 15, {});
+  std::set<std::string> names;
+  for (const auto& entry : fs::directory_iterator(path)) names.insert(entry.path().filename());
+  std::set<std::string> expected = {"manifest.json", "optimizer-15.safetensors",
+                                    "weights-15.safetensors"};
+  expected.insert(others.begin(), others.end());
+  EXPECT_EQ(names, expected);
+}
+
+TEST(PartsTest, AnEmptyNameIsNoFolder) {
+  Parts parts = make_parts(1);
+  for (const auto& call : std::initializer_list<std::function<void()>>{
+           [&] { save_checkpoint("", parts, 5, {}); }, [&] { load_checkpoint("", parts); },
+           [&] { read_manifest(""); }}) {
+    EXPECT_NE(test::message_of<ConfigError>(call).find("got an empty name"), std::string::npos);
+  }
 }
 
 TEST(PartsTest, NoneIsFilledIfOneIsDamaged) {

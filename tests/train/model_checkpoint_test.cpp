@@ -389,6 +389,21 @@ struct KeepWarnings : c10::WarningHandler {
   std::vector<std::string> messages;
 };
 
+TEST(ModelCheckpointTest, OneSaveAtATimeGoesIntoAFolder) {
+  const test::SharedFolder folder;
+  test::ranks(2, [&](const comm::ProcessGroup& group) {
+    parallel::DistributedDataParallel<Net> model(Net(), group);
+    SaveHandle first = async_save(model, folder / "last", {.step = 1});
+    EXPECT_NE(test::message_of<c10::ValueError>([&] {
+                async_save(model, folder / "other/../last", {.step = 2}).wait();
+              }).find("expected one save at a time into a folder"),
+              std::string::npos);
+    first.wait();
+    save(model, folder / "last", {.step = 3});
+    EXPECT_EQ(train::read_update(folder / "last"), 3);
+  });
+}
+
 // The checkpoint before stays, and a line says why.
 TEST(ModelCheckpointTest, ASaveWithoutWaitIsLostWithAWarning) {
   const test::SharedFolder folder;
