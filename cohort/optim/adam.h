@@ -23,8 +23,8 @@ struct AdamOptions {
 };
 
 /// Sum of squares of each parameter's gradient, 0 for an undefined one, and for a tensor that is
-/// listed before. The host waits for each of
-/// the gradients' devices once, however many there are. Local.
+/// listed before. The host waits for each of the gradients' devices once, however many there are.
+/// Local.
 std::vector<double> gradient_norms_squared(const std::vector<at::Tensor>& parameters);
 
 /// Their sum.

@@ -125,6 +125,14 @@ at::Tensor affine(const at::Tensor& input, const at::Tensor& scale, const at::Te
                                            /*training=*/false, /*momentum=*/0, /*eps=*/0));
 }
 
+// A weight or bias beside running statistics of another type: a wrapper that computes in 16 bits
+// casts parameters alone, and libtorch wants the two alike.
+MaybeTensor as_statistics(const MaybeTensor& parameter, const MaybeTensor& running_mean) {
+  if (!parameter || !parameter->defined() || !running_mean || !running_mean->defined())
+    return parameter;
+  return parameter->to(running_mean->scalar_type());
+}
+
 struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& any_input,
                             const MaybeTensor& maybe_weight, const MaybeTensor& maybe_bias,
@@ -263,8 +271,9 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
       !is_training() || input.numel() / std::max<int64_t>(input.size(1), 1) > 1,
       "batch normalisation in training: expected more than one value per channel, got an input ",
       input.sizes());
-  return at::batch_norm(input, weight, bias, running_mean, running_var, of_batch, momentum,
-                        options.eps(),
+  return at::batch_norm(input, as_statistics(weight, running_mean),
+                        as_statistics(bias, running_mean), running_mean, running_var, of_batch,
+                        momentum, options.eps(),
                         /*cudnn_enabled=*/true);
 }
 
@@ -305,8 +314,8 @@ at::Tensor batch_norm(const at::Tensor& input, const MaybeTensor& weight, const 
   const auto module = conversion->untracked.lock();
   const bool in_training = training && (tracked || (module && module->is_training()));
   if (!in_training || conversion->group.size() == 1)
-    return at::native::batch_norm(input, weight, bias, mean, running_var, training, momentum, eps,
-                                  cudnn_enabled);
+    return at::native::batch_norm(input, as_statistics(weight, mean), as_statistics(bias, mean),
+                                  mean, running_var, training, momentum, eps, cudnn_enabled);
   check_channels(input, running_mean->numel());
   return SyncBatchNormFunction::apply(input, only_defined(weight), only_defined(bias), mean,
                                       only_defined(running_var), momentum, eps, conversion->group);

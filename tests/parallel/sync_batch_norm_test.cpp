@@ -336,6 +336,30 @@ TEST(ConvertSyncBatchNormTest, OneRankComputesWhatItDidBefore) {
   EXPECT_TRUE(at::equal(model.one->running_var, before.one->running_var));
 }
 
+// As under a wrapper with param_dtype, on one rank and in evaluation.
+TEST(ConvertSyncBatchNormTest, SixteenBitParametersBesideFloatStatistics) {
+  const ProcessGroup group(comm::RankInfo{});
+  torch::nn::BatchNorm2d converted(4), reference(4);
+  convert_sync_batchnorm(*converted, group);
+  SyncBatchNorm layer(BatchNormOptions(4), group);
+  for (auto* parameter : {&converted->weight, &converted->bias, &layer->weight, &layer->bias})
+    parameter->set_data(parameter->detach().to(at::kBFloat16));
+  const at::Tensor x = at::randn({6, 4, 5, 3}).to(at::kBFloat16);
+  for (const bool training : {true, false}) {
+    for (torch::nn::Module* module :
+         std::initializer_list<torch::nn::Module*>{&*converted, &*layer, &*reference})
+      module->train(training);
+    const at::Tensor expected = reference(x.to(at::kFloat));
+    for (const at::Tensor& found : {converted(x), layer(x)}) {
+      EXPECT_EQ(found.scalar_type(), at::kBFloat16);
+      EXPECT_TRUE(at::allclose(found.to(at::kFloat), expected, 1.0 / 128, 1e-2)) << training;
+    }
+    converted(x).sum().backward();
+    EXPECT_EQ(converted->weight.grad().scalar_type(), at::kBFloat16);
+  }
+  EXPECT_EQ(converted->running_mean.scalar_type(), at::kFloat);
+}
+
 struct MixedImpl : torch::nn::Module {
   MixedImpl() {
     to(at::kDouble);

@@ -9,6 +9,7 @@
 #include <tuple>
 #include <utility>
 
+#include "cohort/optim/adam.h"
 #include "cohort/parallel/sharding/unit.h"
 
 namespace cohort::parallel {
@@ -123,11 +124,8 @@ std::vector<std::vector<NamedTensor>> cut(std::vector<PlacedTensor> parameters, 
 
 std::vector<NamedTensor> all_parameters(const torch::nn::Module& model) {
   std::vector<NamedTensor> parameters;
-  Tensors seen;
-  for (const auto& item : model.named_parameters()) {
-    if (seen.insert(item.value().unsafeGetTensorImpl()).second)
-      parameters.push_back({.name = item.key(), .tensor = item.value()});
-  }
+  for (const auto& [name, tensor] : optim::named_parameters(model))
+    parameters.push_back({.name = name, .tensor = tensor});
   return parameters;
 }
 
