@@ -504,7 +504,10 @@ TEST(SessionTest, WhatDoesNotFitIsNamed) {
                 .find("'net.weight': expected contiguous float32, got CPUFloatType of strides [12, "
                       "1, 6, 3]"),
             std::string::npos);
-  EXPECT_NE(message_of([&] { session.push(); }).find("start() comes first"), std::string::npos);
+  for (const auto& early : std::initializer_list<std::function<void()>>{
+           [&] { session.push(); }, [&] { session.flush(); }, [&] { session.save("folder"); }})
+    EXPECT_NE(message_of(early).find("start() comes first"), std::string::npos);
+  EXPECT_EQ(message_of([&] { session.finish(); }), "");
   Model model(session);
   session.start();
   std::vector<float> one(1);
@@ -514,6 +517,11 @@ TEST(SessionTest, WhatDoesNotFitIsNamed) {
             std::string::npos);
   EXPECT_NE(message_of([&] { model.rows->forward(at::arange(3, at::kInt)); }).find("int64"),
             std::string::npos);
+  // What was refused leaves nothing behind.
+  EXPECT_NE(message_of([&] { model.rows->prefetch(at::arange(3, at::kInt)); }).find("int64"),
+            std::string::npos);
+  session.pull();
+  EXPECT_EQ(message_of([&] { model.rows->forward(at::arange(3)); }), "");
 }
 
 }  // namespace session_test

@@ -255,8 +255,8 @@ void Client::join() {
   const uint64_t closed = *most;
   pushed_before_ = job_.mode == Mode::kSync ? closed - at_start : pushed_everywhere;
   if (job_.mode != Mode::kSync) {
-    for (auto& sequence : sequences_) {
-      if (options_.repeats_pushes) sequence = pushed_everywhere;
+    if (options_.repeats_pushes) {
+      for (auto& sequence : sequences_) sequence = pushed_everywhere;
     }
     return;
   }

@@ -30,11 +30,16 @@ PrefetchedRows::PrefetchedRows(const TableOptions& table, Fetch fetch)
     : table_(table), fetch_(std::move(fetch)) {}
 
 void PrefetchedRows::prefetch(const at::Tensor& ids, const int64_t* padding) {
-  prefetched_ = std::make_shared<Batch>();
-  prefetched_->ids = checked(ids);
-  prefetched_->distinct.assign(ids_of(prefetched_->ids), padding);
-  prefetched_->weights.resize(prefetched_->distinct.ids().size() *
-                              static_cast<size_t>(table_.width));
+  prefetched_ = make_batch(ids, padding);
+}
+
+std::shared_ptr<PrefetchedRows::Batch> PrefetchedRows::make_batch(const at::Tensor& ids,
+                                                                  const int64_t* padding) const {
+  auto batch = std::make_shared<Batch>();
+  batch->ids = checked(ids);
+  batch->distinct.assign(ids_of(batch->ids), padding);
+  batch->weights.resize(batch->distinct.ids().size() * static_cast<size_t>(table_.width));
+  return batch;
 }
 
 std::shared_ptr<PrefetchedRows::Batch> PrefetchedRows::look_up(const at::Tensor& ids,
@@ -42,10 +47,7 @@ std::shared_ptr<PrefetchedRows::Batch> PrefetchedRows::look_up(const at::Tensor&
                                                                bool prediction) {
   const at::Tensor own = checked(ids);
   if (ready_ && !prediction && is_same(ready_->ids, own)) return ready_;
-  auto batch = std::make_shared<Batch>();
-  batch->ids = own;
-  batch->distinct.assign(ids_of(own), padding);
-  batch->weights.resize(batch->distinct.ids().size() * static_cast<size_t>(table_.width));
+  auto batch = make_batch(own, padding);
   fetch_(batch->distinct.ids(), batch->weights, prediction);
   return batch;
 }

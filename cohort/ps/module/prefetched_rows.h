@@ -54,6 +54,8 @@ class PrefetchedRows {
   void forget();
 
  private:
+  std::shared_ptr<Batch> make_batch(const at::Tensor& ids, const int64_t* padding) const;
+
   TableOptions table_;
   Fetch fetch_;
   std::shared_ptr<Batch> prefetched_;

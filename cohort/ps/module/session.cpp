@@ -221,16 +221,18 @@ int64_t Session::steps_before() const {
 }
 
 void Session::flush() {
+  TORCH_CHECK_VALUE(communicator_, "session: start() comes first");
   communicator_->flush();
 }
 
 void Session::finish() {
+  if (!communicator_) return;
   flush();
   if (client_) client_->leave();
 }
 
 void Session::save(const std::string& folder) {
-  communicator_->flush();
+  flush();
   if (client_) client_->save(folder);
 }
 

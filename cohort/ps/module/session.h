@@ -126,7 +126,7 @@ class Session {
   /// Waits until all that was pushed is acknowledged.
   void flush();
   /// The same, and leaves: steps close without this trainer. The last call. A process that ends
-  /// without it counts as lost.
+  /// without it counts as lost. Does nothing before start(), or after one that failed.
   void finish();
   /// A checkpoint of all servers, in a folder that they see (a relative path is from theirs). One
   /// trainer calls it, before finish(); kSync: it is of the state after step(), for which it waits.
