@@ -120,26 +120,27 @@ std::vector<int64_t> DistributedSampler::epoch_order() const {
   return order;
 }
 
+// Fewer positions than ranks are past the end: the k-th takes the k-th draw, on whichever rank it is.
+std::vector<int64_t> DistributedSampler::padding() const {
+  SplitMix64 random(options_.seed, static_cast<uint64_t>(epoch_) ^ kPaddingStream);
+  if (!options_.weights.empty())
+    return draw_with_replacement(options_.weights, options_.world_size, random);
+  std::vector<int64_t> drawn(static_cast<size_t>(options_.world_size));
+  for (int64_t& index : drawn)
+    index = static_cast<int64_t>(random.below(static_cast<uint64_t>(options_.num_examples)));
+  return drawn;
+}
+
 std::vector<int64_t> DistributedSampler::indices() const {
   const std::vector<int64_t> order = epoch_order();
-  SplitMix64 padding(options_.seed, static_cast<uint64_t>(epoch_) ^ kPaddingStream);
   const auto e = static_cast<int64_t>(order.size());
-  const auto n = static_cast<uint64_t>(options_.num_examples);
   std::vector<int64_t> share(static_cast<size_t>(size()));
-  // Fewer positions than ranks are past the end.
-  std::vector<int64_t> padded;
-  if (options_.tail == Tail::kPadRandom && !options_.weights.empty())
-    padded = draw_with_replacement(options_.weights, options_.world_size, padding);
   int64_t position = consumed_ + options_.rank;
   for (int64_t& index : share) {
     if (position < e || options_.tail == Tail::kPad) {
       index = order[static_cast<size_t>(position % e)];
-    } else if (!padded.empty()) {
-      index = padded[static_cast<size_t>(position - e)];
     } else {
-      // The k-th position past the end is the k-th draw, on whichever rank it falls.
-      for (int64_t skipped = e; skipped < position; ++skipped) padding.below(n);
-      index = static_cast<int64_t>(padding.below(n));
+      index = padding()[static_cast<size_t>(position - e)];
     }
     position += options_.world_size;
   }

@@ -82,6 +82,7 @@ class DistributedSampler {
  private:
   int64_t epoch_size() const;
   std::vector<int64_t> epoch_order() const;
+  std::vector<int64_t> padding() const;
 
   DistributedSamplerOptions options_;
   int64_t epoch_ = 0;

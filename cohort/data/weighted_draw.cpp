@@ -44,8 +44,9 @@ std::vector<int64_t> draw_without_replacement(std::span<const double> weights, i
   const std::vector<double> rates = scaled(weights);
   std::vector<Key> keys(weights.size());
   for (size_t i = 0; i < keys.size(); ++i) {
-    keys[i] = {weights[i] == 0, -std::log1p(-random.uniform()) / rates[i], static_cast<int64_t>(i)};
-    if (weights[i] == 0) keys[i].arrival = INFINITY;
+    const bool is_never = weights[i] == 0;
+    const double point = random.uniform();
+    keys[i] = {is_never, is_never ? 0 : -std::log1p(-point) / rates[i], static_cast<int64_t>(i)};
   }
   std::ranges::sort(
       keys, {}, [](const Key& key) { return std::tuple(key.is_never, key.arrival, key.number); });
