@@ -7,9 +7,10 @@
 #include <csetjmp>
 #include <cstdio>
 #include <cstring>
-// After cstdio, which they need and do not include.
-#include <jerror.h>
+// After cstdio, which it needs and does not include.
 #include <jpeglib.h>
+// After jpeglib.h, by which it has the codes of arithmetic coding.
+#include <jerror.h>
 
 #include "cohort/base/error.h"
 
@@ -38,6 +39,7 @@ void on_message(j_common_ptr info, int level) {
   switch (info->err->msg_code) {
     case JWRN_HIT_MARKER:
     case JWRN_HUFF_BAD_CODE:
+    case JWRN_ARITH_BAD_CODE:
     case JWRN_JPEG_EOF:
     case JWRN_MUST_RESYNC:
       leave(info);

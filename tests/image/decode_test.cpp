@@ -179,6 +179,21 @@ TEST(DecodeTest, DamagedFilesAreNamed) {
   expect_unreadable(folder.path().string(), "Is a directory");
 }
 
+TEST(DecodeTest, DamagedArithmeticCodingIsRefused) {
+  const TemporaryFolder folder;
+  const std::string jpeg = folder / "a.jpg";
+  Image picture = test::draw_shape(150, 160, 0, 1);
+  data::SplitMix64 random(1, 0);
+  for (uint8_t& value : picture.pixels) value = static_cast<uint8_t>(random.below(256));
+  test::write_jpeg(jpeg, picture, {.arithmetic = true});
+  EXPECT_EQ(decoded(jpeg).pixels.size(), picture.pixels.size());
+  std::string bytes = read_file(jpeg);
+  // Not 0xff: that would begin a marker, which is refused in every coding.
+  for (size_t i = bytes.size() / 2; i < bytes.size() - 2; ++i) bytes[i] = '\xfe';
+  write_file(jpeg, bytes);
+  expect_unreadable(jpeg, "no readable JPEG: Corrupt JPEG data: bad arithmetic code");
+}
+
 TEST(DecodeTest, PartOutsideThePictureIsRefused) {
   const TemporaryFolder folder;
   test::write_png(folder / "a.png", test::draw_shape(10, 12, 0, 1));

@@ -88,6 +88,7 @@ void write_jpeg(const std::string& path, const Image& picture, const JpegOptions
     info.comp_info[0].v_samp_factor = 1;
   }
   if (options.progressive) jpeg_simple_progression(&info);
+  info.arith_code = options.arithmetic ? TRUE : FALSE;
   jpeg_start_compress(&info, TRUE);
   const auto stride = static_cast<size_t>(picture.width * info.input_components);
   while (info.next_scanline < info.image_height) {

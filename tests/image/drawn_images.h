@@ -17,6 +17,7 @@ struct JpegOptions {
   int quality = 95;
   JpegColors colors = JpegColors::kYcc420;
   bool progressive = false;
+  bool arithmetic = false;  ///< Coding, in the place of Huffman's.
 };
 
 /// Writes `picture`; gray takes the green channel, CMYK stores the colours inverted, as Adobe does.
