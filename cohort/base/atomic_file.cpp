@@ -137,6 +137,16 @@ void make_folder(const std::string& path) {
   sync_folder_of(path);
 }
 
+void make_writable_folder(const std::string& path) {
+  make_folder(path);
+  const std::string trial = path + "/.trial-" + std::to_string(::getpid());
+  const Fd file(::open(trial.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600));
+  if (!file) {
+    throw ConfigError(path + ": expected a folder that can be written to: " + system_reason(errno));
+  }
+  ::unlink(trial.c_str());
+}
+
 void FileWriter::write(std::span<const std::byte> bytes) {
   while (!bytes.empty()) {
     const ssize_t written = ::write(descriptor_, bytes.data(), std::min(bytes.size(), kMaxChunk));

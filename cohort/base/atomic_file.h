@@ -13,6 +13,9 @@ namespace cohort {
 /// of them lies in: a file that is synced in it later outlives a power cut, and the folder with it.
 /// Errors: ConfigError or c10::Error that names the folder and gives the system's reason.
 void make_folder(const std::string& path);
+/// Makes the folder likewise, and tries to write in it. Leaves nothing there.
+/// Errors: ConfigError that names the folder and gives the system's reason, or as make_folder.
+void make_writable_folder(const std::string& path);
 
 /// Where the content of a file that is being written goes. Valid during the callback only.
 class FileWriter {

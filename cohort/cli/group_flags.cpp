@@ -97,7 +97,8 @@ void GroupFlags::add_to(CLI::App& app, Devices allowed) {
       ->type_name("PORT")
       ->group(kSection);
   app.add_option("--interface", group.interface,
-                 "Network interface of the backend (default: GLOO_SOCKET_IFNAME, else by route)")
+                 "Network interface of the backend (default: GLOO_SOCKET_IFNAME or "
+                 "NCCL_SOCKET_IFNAME, else by route)")
       ->type_name("NAME")
       ->group(kSection);
   if (allowed == Devices::kAny) add_device_flags(app, *this);

@@ -79,8 +79,12 @@ std::string text_of(const CLI::ParseError& error, const CLI::App& command) {
   const std::string type = option == nullptr ? "" : option->get_type_name();
   const std::array<std::string, 5> counts = {"INT", "UINT", kTokens, kUpdates, kEpochs};
   const bool whole = std::ranges::find(counts, type.substr(0, type.find(':'))) != counts.end();
-  return name + " " + text.substr(equals + 3) + ": expected " +
-         (whole               ? "a whole number"
+  const std::string given = text.substr(equals + 3);
+  const bool too_large =
+      !given.empty() && given.find_first_not_of("0123456789") == std::string::npos;
+  return name + " " + given + ": expected " +
+         (whole && too_large  ? "a smaller number"
+          : whole             ? "a whole number"
           : type == "BOOLEAN" ? "true or false"
                               : "a number");
 }
@@ -118,6 +122,15 @@ std::string unknown_of(const CLI::App& app) {
   return word + ": there is no such flag or command";
 }
 
+// `hint` of the program, about one of its commands: "cohort nmt train --help lists flags".
+std::string advice_of(const std::string& hint, const std::vector<std::string>& command) {
+  const size_t help = hint.find(" --help");
+  if (command.empty() || help == std::string::npos) return hint;
+  std::string advice = hint.substr(0, help);
+  for (const std::string& word : command) advice += " " + word;
+  return advice + " --help lists flags";
+}
+
 }  // namespace
 
 CLI::Validator one_of(const std::vector<std::string>& words) {
@@ -139,6 +152,8 @@ std::optional<int> parse(CLI::App& app, std::vector<std::string> arguments,
     return 0;
   }
   const auto [command, used] = named_command(app, arguments);
+  const std::string advice = in_brackets(
+      advice_of(hint, {arguments.begin(), arguments.begin() + static_cast<std::ptrdiff_t>(used)}));
   std::vector<std::string> values(arguments.begin() + static_cast<std::ptrdiff_t>(used),
                                   arguments.end());
   const std::vector<FlagOrigin> origins = add_config_values(*command, values);
@@ -153,11 +168,11 @@ std::optional<int> parse(CLI::App& app, std::vector<std::string> arguments,
   } catch (const CLI::RequiredError& error) {
     // What was written wrongly explains more than what is therefore missing.
     const bool has_unknown = !app.remaining(/*recurse=*/true).empty();
-    throw ConfigError((has_unknown ? unknown_of(app) : error.what()) + in_brackets(hint));
+    throw ConfigError((has_unknown ? unknown_of(app) : error.what()) + advice);
   } catch (const CLI::ExtrasError&) {
-    throw ConfigError(unknown_of(app) + in_brackets(hint));
+    throw ConfigError(unknown_of(app) + advice);
   } catch (const CLI::ParseError& error) {
-    throw ConfigError(with_origin(text_of(error, *command), origins) + in_brackets(hint));
+    throw ConfigError(with_origin(text_of(error, *command), origins) + advice);
   }
   const CLI::Option* dump = command->get_option_no_throw("--dump-config");
   if (dump == nullptr || dump->count() == 0) return {};

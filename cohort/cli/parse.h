@@ -50,8 +50,8 @@ CLI::Validator one_of(const std::vector<std::string>& words);
 /// Reads the flags, after those of configuration files for commands that have --config
 /// (config_file.h). Returns nothing, or the exit code to end with when what was asked for has been
 /// printed: help, --dump-config, or the flags themselves (flag_list.h).
-/// Errors: ConfigError with CLI11's text and, in brackets, `hint`; for a value from a configuration
-/// file it begins with file and line.
+/// Errors: ConfigError with CLI11's text and, in brackets, `hint` ("program --help lists flags") for
+/// the command that was named; for a value from a configuration file it begins with file and line.
 std::optional<int> parse(CLI::App& app, std::vector<std::string> arguments,
                          const std::string& hint = "");
 /// The same of main's arguments.

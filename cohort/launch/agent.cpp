@@ -216,6 +216,12 @@ int Agent::finish(const std::string& text, int code) {
     logs_.keep();
     print_line(text);
   }
+  out_.flush();
+  if (!out_.error().empty()) {
+    logs_.keep();
+    print_line("standard output cannot be written: " + out_.error());
+    if (code == kExitOk) code = kExitFailure;
+  }
   const bool with_state = servers_ && options_.servers.folder.empty();
   if (with_state && stop_requested()) logs_.keep();  // A later job resumes from the state.
   if (logs_.stays()) {

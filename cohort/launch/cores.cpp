@@ -53,8 +53,9 @@ int parse_nproc_per_node(const std::string& text) {
     if (const int gpus = count_gpus(); gpus > 0) return gpus;
     const char* visible = std::getenv(kVisibleGpus);
     throw ConfigError("--nproc-per-node gpu: expected a GPU on this node, got none: " +
-                      (visible != nullptr ? std::string(kVisibleGpus) + "=" + visible
-                                          : "the NVIDIA driver's libnvidia-ml.so.1 finds none"));
+                      (visible != nullptr
+                           ? std::string(kVisibleGpus) + "=" + visible
+                           : "the NVIDIA driver's libnvidia-ml.so.1 is missing, or finds none"));
   }
   if (const auto number = to_int(text)) return *number;
   throw ConfigError("--nproc-per-node: expected a number, auto, cpu or gpu, got " + text);

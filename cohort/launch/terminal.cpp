@@ -6,6 +6,8 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include "cohort/base/system_error.h"
+
 namespace cohort::launch {
 namespace {
 
@@ -42,6 +44,7 @@ bool Terminal::write_piece(int timeout_ms) {
   const ssize_t size = ::write(fd_, queue_.data(), std::min(queue_.size(), kPiece));
   if (size < 0 && errno != EINTR && errno != EAGAIN) {
     gone_ = true;
+    if (errno != EPIPE && errno != EIO) error_ = system_reason(errno);  // EIO: of a terminal.
     queue_.clear();
     return false;
   }

@@ -11,7 +11,7 @@ namespace cohort::launch {
 /// A stopped terminal or a stalled pipe must not keep the launcher from handling signals, and its
 /// descriptor is shared with the shell, so it cannot be made non-blocking: small pieces are
 /// written, each after poll said that there is room. A reader that went away ends the output
-/// silently; log files are still written. Does not own the descriptor.
+/// silently, any other error with a reason; log files are still written. Does not own the descriptor.
 class Terminal {
  public:
   explicit Terminal(int fd);
@@ -24,6 +24,9 @@ class Terminal {
   bool congested() const { return queue_.size() > kCongested; }
   /// Whether nothing or a whole line was written last.
   bool at_line_start() const { return at_line_start_; }
+
+  /// Why output was lost, "No space left on device"; empty: it was not, or nobody reads any more.
+  const std::string& error() const { return error_; }
 
   /// Queues `bytes` and writes what there is room for.
   void write(std::string_view bytes);
@@ -40,6 +43,7 @@ class Terminal {
   int fd_;
   bool is_tty_;
   bool gone_ = false;
+  std::string error_;
   bool at_line_start_ = true;
   std::string queue_;
 };
