@@ -140,7 +140,8 @@ Metrics write_rows(const ClickModel& model, int64_t begin, int64_t end, const st
 
 void refuse_present(const std::string& file) {
   if (!std::filesystem::exists(file)) return;
-  throw cohort::ConfigError(file + ": is there already: name another folder, or pass --overwrite");
+  throw cohort::ConfigError(
+      file + ": is there already: name another folder, or let ctr generate --overwrite replace it");
 }
 
 nlohmann::json to_json(const Metrics& metrics) {

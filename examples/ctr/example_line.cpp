@@ -69,11 +69,12 @@ class Cursor {
     const char* first = at_;
     const bool negative = *at_ == '-';
     if (negative) ++at_;
-    int64_t value = 0;
+    uint64_t value = 0;  // Of more than 18 digits it is not used.
     const char* digits = at_;
-    for (; at_ != end_ && *at_ >= '0' && *at_ <= '9'; ++at_) value = value * 10 + (*at_ - '0');
+    for (; at_ != end_ && *at_ >= '0' && *at_ <= '9'; ++at_)
+      value = value * 10 + static_cast<uint64_t>(*at_ - '0');
     if (at_field_end() && at_ != digits && at_ - digits <= 18) {
-      number = negative ? 0 : log_of(value);
+      number = negative ? 0 : log_of(static_cast<int64_t>(value));
       return true;
     }
     return read_decimal(first, number);

@@ -80,7 +80,10 @@ void add_table_flags(CLI::App& app, ctr::TableLimits& limits) {
 void add_training_flags(CLI::App& app, Options& o) {
   app.add_option("--train", o.train, "Files to train on, instead of the folder's")
       ->type_name(kFile);
-  app.add_option("--rows", o.rows, "Number of examples to generate if there are none")
+  app.add_option(
+         "--rows", o.rows,
+         "Number of examples to generate if the folder has none; without it a folder named by "
+         "--data must have them")
       ->check(above_zero())
       ->capture_default_str();
   app.add_option("--mode", o.mode,
@@ -198,6 +201,7 @@ int run(int argc, char** argv) {
   if (const auto ended = cohort::cli::parse(app, argc, argv, "ctr --help lists commands and flags"))
     return *ended;
   if (*made) return generate(flags);
+  flags.options.makes_data = train->count("--data") == 0 || train->count("--rows") > 0;
   if (*train) return with_trainer(flags, [](ctr::Trainer& trainer) { trainer.train(); });
   flags.options.mode = "local";
   if (*predict) {

@@ -13,10 +13,11 @@
 namespace ctr {
 
 struct Options {
-  std::string data = "ctr-data";   ///< Folder with train.tsv and test.tsv; made up if not there.
+  std::string data = "ctr-data";   ///< Folder with train.tsv and test.tsv.
   std::vector<std::string> train;  ///< Files to train on, instead of the folder's.
   std::vector<std::string> test;   ///< Likewise to evaluate on.
-  int64_t rows = 500'000;          ///< Made up, where the folder has none.
+  int64_t rows = 500'000;          ///< Made up, where the folder has none ...
+  bool makes_data = false;         ///< ... and they may be; otherwise that is an error.
   std::string mode;                ///< "local", "sync", ...; empty: sync with servers, else local.
   int64_t epochs = 1;
   int64_t batch_size = 512;            ///< Examples of a step, of each trainer.

@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <fcntl.h>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -22,8 +21,6 @@
 #include "cohort/base/atomic_file.h"
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
-#include "cohort/base/fd.h"
-#include "cohort/base/system_error.h"
 #include "cohort/cli/counted.h"
 #include "cohort/cli/security_flags.h"
 #include "cohort/ps/endpoints.h"
@@ -108,23 +105,12 @@ class FoldersOnTrial {
   std::vector<fs::path> absent_;  // The innermost first.
 };
 
-void try_to_write_in(const std::string& folder) {
-  cohort::make_folder(folder);
-  const std::string trial = folder + "/.trial-" + std::to_string(::getpid());
-  const cohort::Fd file(::open(trial.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600));
-  if (!file) {
-    throw ConfigError(
-        folder + ": expected a folder that can be written to: " + cohort::system_reason(errno));
-  }
-  ::unlink(trial.c_str());
-}
-
 // A folder that takes no checkpoint is named now, not after an epoch. None is left: there may never
 // be a checkpoint.
 void check_writable(const std::string& folder) {
   const FoldersOnTrial trial(folder);
   try {
-    try_to_write_in(folder);
+    cohort::make_writable_folder(folder);
   } catch (const ConfigError& error) {
     throw ConfigError("--save " + cohort::one_line(error));
   }
@@ -439,10 +425,15 @@ EpochReport Trainer::train_epoch(int64_t epoch, int64_t done, int64_t num_steps)
   return report;
 }
 
-// Made up once, by rank 0, where the folder has no data and no files are named.
+// Made up once, by rank 0, where no files are named and the folder has no data. A folder that was
+// named without --rows may be misspelt.
 void Trainer::ensure_data() {
   const bool absent =
       !names_files(options_) && !std::filesystem::exists(options_.data + "/train.tsv");
+  if (absent && !options_.makes_data) {
+    throw ConfigError("--data " + options_.data +
+                      ": expected train.tsv there, or --rows N to make up so many examples");
+  }
   if (share_.number == 0 && absent) {
     console_.print("making up %lld examples in %s\n", static_cast<long long>(options_.rows),
                    options_.data.c_str());

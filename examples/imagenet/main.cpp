@@ -98,7 +98,8 @@ void add_training_flags(CLI::App& app, Options& o) {
       ->capture_default_str();
   app.add_option("--resume", o.resume, "Folder of the checkpoint to resume from")
       ->type_name(cohort::kFolder);
-  app.add_flag("-e,--evaluate", o.evaluate, "Only evaluate on val/");
+  app.add_flag("--overwrite", o.overwrite, "Replace the training that --output has");
+  app.add_flag("-e,--evaluate", o.evaluate, "Only evaluate on val/ the weights of --resume");
   app.add_option("--output", o.output, "Folder for checkpoint/, model_best/ and history.jsonl")
       ->type_name(cohort::kFolder)
       ->capture_default_str();
@@ -107,6 +108,8 @@ void add_training_flags(CLI::App& app, Options& o) {
 
 // Checks flags that are valid alone, but not together.
 void check_together(const Options& options, bool on_cpu) {
+  if (options.evaluate && options.resume.empty())
+    throw cohort::ConfigError("--evaluate: expected --resume FOLDER, whose weights it evaluates");
   const bool servers = cohort::ps::server_training(options.strategy).has_value();
   if (options.ps_host_ranks > 1 && !servers)
     throw cohort::ConfigError("--ps-host-ranks: expected --strategy ps-sync or ps-async");

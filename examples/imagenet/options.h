@@ -15,6 +15,7 @@ struct Options {
   std::string arch = "resnet18";
   std::string output = ".";            ///< Gets checkpoint/, model_best/ and history.jsonl.
   std::string resume;                  ///< Folder of the checkpoint to resume from; empty: none.
+  bool overwrite = false;              ///< Replace the training that `output` has.
   bool evaluate = false;               ///< Only evaluate on val/.
   int64_t epochs = 90;                 ///< Total number of epochs, those before --resume included.
   std::optional<int64_t> start_epoch;  ///< First epoch; default: where the checkpoint ended, or 0.

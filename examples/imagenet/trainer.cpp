@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <torch/utils.h>
 
+#include "cohort/base/atomic_file.h"
 #include "cohort/base/error.h"
 #include "cohort/cli/counted.h"
 #include "cohort/data/distributed_sampler.h"
@@ -350,11 +351,23 @@ void Trainer::add_to_history(int64_t epoch, const EpochReport& report, const Sco
                {"wait_share", report.wait_share}});
 }
 
+// A folder that takes no checkpoint is named now, not after an epoch; so is an earlier training.
+void Trainer::check_output() const {
+  try {
+    cohort::make_writable_folder(options_.output);
+  } catch (const ConfigError& error) {
+    throw ConfigError("--output " + cohort::one_line(error));
+  }
+  if (!options_.resume.empty() || options_.overwrite) return;
+  const std::string last = options_.output + "/checkpoint";
+  if (!std::filesystem::exists(last + "/manifest.json")) return;
+  throw ConfigError("--output " + options_.output + " holds a training: pass --resume " + last +
+                    " to continue it, --overwrite to replace it, or name another folder");
+}
+
 void Trainer::train() {
   if (group_.rank() == 0) {  // The others meet rank 0 in the first step, or learn that it is gone.
-    std::error_code error;
-    std::filesystem::create_directories(options_.output, error);
-    if (error) throw ConfigError("--output " + options_.output + ": " + error.message());
+    check_output();
   }
   if (training_set_->size() < global_batch()) {
     throw ConfigError("--batch-size: expected at most the pictures in " + options_.data +

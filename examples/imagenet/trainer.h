@@ -44,6 +44,7 @@ class Trainer {
   void train();
 
  private:
+  void check_output() const;
   EpochReport train_epoch(int64_t epoch);
   std::vector<std::vector<int64_t>> training_batches(int64_t epoch) const;
   void finish_epoch(int64_t epoch, const EpochReport& report);

@@ -396,6 +396,9 @@ TEST_F(CtrCommandTest, BadInputIsRefusedByName) {
   ASSERT_EQ(shell("printf '1\\t2\\n' > " + bad).code, 0);
   expect_refused(bin("ctr") + " train --train " + bad,
                  bad + ":1: field 3: expected a field after a tab: the line ends");
+  expect_refused(bin("ctr") + " train --data " + folder_ / "misspelt",
+                 "misspelt: expected train.tsv there, or --rows N to make up so many examples");
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "misspelt"));
   expect_refused(train("--mode sync"), "PADDLE_TRAINING_ROLE");
   expect_refused(train("--mode fast"), "--mode");
   expect_refused(train("--wire-dtype float16"),

@@ -114,6 +114,7 @@ TEST(ExampleLineTest, OddFieldsReadAsWhatTheyAre) {
   EXPECT_FLOAT_EQ(number("1.5"), std::log1p(1.5f));
   EXPECT_FLOAT_EQ(number("2e3"), std::log1p(2000.0f));
   EXPECT_FLOAT_EQ(number("12345678901234567890"), std::log1p(12345678901234567890.0f));
+  EXPECT_FLOAT_EQ(number(std::string(30, '9')), std::log1p(1e30f));
   const auto id = [](const std::string& text) {
     return parsed(with_field(line_of("0"), 40, text)).ids[25];
   };
@@ -320,8 +321,10 @@ TEST(ClickGeneratorTest, FilesThatAreThereAreReplacedOnRequestAlone) {
   for (const char* name : {"train.tsv", "test.tsv", "truth.json"}) {
     const Folder folder;
     const std::string path = folder.file(name, "mine");
-    EXPECT_EQ(error_of([&] { generate_clicks({.rows = 100}, folder.path()); }),
-              path + ": is there already: name another folder, or pass --overwrite");
+    EXPECT_EQ(
+        error_of([&] { generate_clicks({.rows = 100}, folder.path()); }),
+        path +
+            ": is there already: name another folder, or let ctr generate --overwrite replace it");
     std::string text;
     std::ifstream(path) >> text;
     EXPECT_EQ(text, "mine");

@@ -126,7 +126,7 @@ TEST_F(ImagenetCommandTest, RanksThatAreStartedAgainGoOnAtTheirJobsLastEpoch) {
       "if [ $RANK = 1 ] && [ $COHORT_RESTART_COUNT = 0 ]; then exit 7; fi; "
       "if [ $RANK = 1 ] && [ $COHORT_RESTART_COUNT = 1 ]; then (until [ -e " +
       folder_ / "run/history.jsonl" + " ]; do sleep 0.01; done; kill -9 $$) & fi; exec " +
-      bin("imagenet") + " " + flags("run", "--epochs 3");
+      bin("imagenet") + " " + flags("run", "--epochs 3 --overwrite");
   const Ended ended =
       shell(bin("cohort") + " run --nproc-per-node 2 --max-restarts 2 --grace 1 -- sh -c '" +
             script + "'");
@@ -311,9 +311,23 @@ TEST_F(ImagenetCommandTest, MistakesAreNamed) {
   expect_refused(2, on_ranks(1, "run", "--rank 0 --world-size 2 --addr 127.0.0.1"),
                  "--rank is set but --port (or --dist-url, or MASTER_PORT) is not");
   expect_refused(2, on_ranks(1, "run", "--resume " + folder_ / "nothing"), "no checkpoint here");
+  expect_refused(2, on_ranks(1, "run", "--evaluate"), "--evaluate: expected --resume FOLDER");
+  expect_refused(2, shell(bin("imagenet") + " " + folder_ / "data --output /proc"),
+                 "--output /proc: expected a folder that can be written to");
   const Ended ended = shell(bin("cohort") + " run --nproc-per-node 2 -- " + bin("imagenet") + " " +
                             folder_ / "data" + " --batch-size 13");
   expect_refused(2, ended, "batch of 13 examples on 2 ranks: expected a multiple of 2");
+}
+
+TEST_F(ImagenetCommandTest, ATrainingIsReplacedOnRequestAlone) {
+  expect_trained(1, "run", "--epochs 1");
+  const auto before = manifest("run/checkpoint");
+  expect_refused(2, on_ranks(1, "run", "--epochs 1"),
+                 "run holds a training: pass --resume " + folder_ / "run/checkpoint");
+  EXPECT_EQ(manifest("run/checkpoint"), before);
+  expect_trained(1, "run", "--epochs 1 --overwrite --lr 0.001");
+  EXPECT_NE(manifest("run/checkpoint")["files"], before["files"]);
+  EXPECT_EQ(history("run").size(), 1U);
 }
 
 TEST_F(ImagenetCommandTest, DamagedPictureIsNamedOrSkipped) {
@@ -326,7 +340,7 @@ TEST_F(ImagenetCommandTest, DamagedPictureIsNamedOrSkipped) {
       << skipping.output;
   EXPECT_EQ(skipping.output.find("evaluation: "), std::string::npos) << skipping.output;
   cohort::write_file(folder_ / "data/val/square/1.jpg", "damaged");
-  const Ended evaluated = on_ranks(1, "run", "--epochs 1 --skip-damaged");
+  const Ended evaluated = on_ranks(1, "run", "--epochs 1 --skip-damaged --overwrite");
   EXPECT_EQ(evaluated.code, 0) << evaluated.output;
   EXPECT_NE(evaluated.output.find("evaluation: 1 damaged picture left out"), std::string::npos)
       << evaluated.output;
