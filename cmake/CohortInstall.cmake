@@ -56,9 +56,10 @@ endif()
 file(RELATIVE_PATH COHORT_PC_PREFIX ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
 configure_file(${PROJECT_SOURCE_DIR}/cmake/cohort.pc.in ${PROJECT_BINARY_DIR}/cohort.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/cohort.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+# In a folder where CMake does not look: build/release/bin in PATH would have it find these, which are of no use there.
 configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/cohortConfig.cmake.in
-  ${PROJECT_BINARY_DIR}/cohortConfig.cmake INSTALL_DESTINATION ${destination})
-write_basic_package_version_file(${PROJECT_BINARY_DIR}/cohortConfigVersion.cmake
+  ${PROJECT_BINARY_DIR}/package/cohortConfig.cmake INSTALL_DESTINATION ${destination})
+write_basic_package_version_file(${PROJECT_BINARY_DIR}/package/cohortConfigVersion.cmake
   COMPATIBILITY SameMinorVersion)
-install(FILES ${PROJECT_BINARY_DIR}/cohortConfig.cmake ${PROJECT_BINARY_DIR}/cohortConfigVersion.cmake
+install(FILES ${PROJECT_BINARY_DIR}/package/cohortConfig.cmake ${PROJECT_BINARY_DIR}/package/cohortConfigVersion.cmake
   ${PROJECT_SOURCE_DIR}/cmake/FindLibtorch.cmake DESTINATION ${destination})
