@@ -37,22 +37,31 @@ class MessageSent : public c10d::Work {
 };
 
 // Both receives are posted at once: a rank that waits for its own message to be taken before it
-// waits for this one blocks no other.
+// waits for this one blocks no other. `num_received` counts those of a sender and tag.
 class MessageReceived : public c10d::Work {
  public:
-  MessageReceived(c10d::ProcessGroup& backend, at::Tensor tensor, int from, int tag, int64_t number)
+  MessageReceived(c10d::ProcessGroup& backend, at::Tensor tensor, int from, int tag,
+                  int64_t& num_received)
       : backend_(backend),
         tensor_(std::move(tensor)),
-        form_(form_of(tensor_, number)),
+        number_(num_received++),
+        form_(form_of(tensor_, number_)),
         bytes_(as_bytes(tensor_)),
         from_(from),
         tag_(tag),
-        number_(number) {
+        num_received_(num_received) {
     Tensors form{form_}, data{bytes_};
     form_work_ = backend.recv(form, from, tag);
     data_work_ =
-        backend.recv(data, from, data_tag(tag, tensor_.scalar_type(), tensor_.numel(), number));
+        backend.recv(data, from, data_tag(tag, tensor_.scalar_type(), tensor_.numel(), number_));
   }
+
+  // A message that has not come is left to the next receive.
+  ~MessageReceived() override {
+    if (form_work_ && !form_work_->isCompleted()) --num_received_;
+  }
+  MessageReceived(const MessageReceived&) = delete;
+  MessageReceived& operator=(const MessageReceived&) = delete;
 
   bool wait(std::chrono::milliseconds timeout) override {
     form_work_->wait(timeout);
@@ -60,24 +69,26 @@ class MessageReceived : public c10d::Work {
     const auto type = static_cast<at::ScalarType>(sent[0].item<int64_t>());
     const auto numel = sent[1].item<int64_t>();
     const auto number = sent[2].item<int64_t>();
-    const bool fits = type == tensor_.scalar_type() && numel == tensor_.numel();
-    if (fits && number == number_) return data_work_->wait(timeout);
-    // Data under another tag than the one posted comes: of an earlier receive, whose Work the program
-    // has dropped, or of another form. That is taken all the same, for its sender waits for that.
-    data_work_.reset();
-    Tensors data{fits ? bytes_ : as_bytes(at::empty({numel}, tensor_.options().dtype(type)))};
-    backend_.recv(data, from_, data_tag(tag_, type, numel, number))->wait(timeout);
-    TORCH_CHECK_VALUE(fits, "recv from ", from_, ": expected ", tensor_.numel(), " elements of ",
+    TORCH_CHECK_VALUE(number == number_, "recv from ", from_, ": expected message ", number_,
+                      " of tag ", tag_, ", got message ", number,
+                      ": a receive was dropped without wait() while another one waited, or as its "
+                      "message came");
+    if (type == tensor_.scalar_type() && numel == tensor_.numel()) return data_work_->wait(timeout);
+    // It is taken all the same: its sender waits for that.
+    Tensors unwanted{as_bytes(at::empty({numel}, tensor_.options().dtype(type)))};
+    backend_.recv(unwanted, from_, data_tag(tag_, type, numel, number_))->wait(timeout);
+    TORCH_CHECK_VALUE(false, "recv from ", from_, ": expected ", tensor_.numel(), " elements of ",
                       type_name(tensor_.scalar_type()), ", rank ", from_, " sends ", numel, " of ",
                       type_name(type));
-    return true;
   }
 
  private:
   c10d::ProcessGroup& backend_;
-  const at::Tensor tensor_, form_, bytes_;
-  const int from_, tag_;
+  const at::Tensor tensor_;
   const int64_t number_;
+  const at::Tensor form_, bytes_;
+  const int from_, tag_;
+  int64_t& num_received_;
   BackendWork form_work_, data_work_;
 };
 
@@ -133,7 +144,7 @@ Work ProcessGroup::recv_async(const at::Tensor& tensor, int from, int tag, CallS
              written.bump_version();
              if (impl_->matcher.is_on()) {
                return BackendWork(c10::make_intrusive<MessageReceived>(
-                   c10d_group(), written.memory, from, tag, impl_->num_received[{from, tag}]++));
+                   c10d_group(), written.memory, from, tag, impl_->num_received[{from, tag}]));
              }
              Tensors data{as_bytes(written.memory)};
              return c10d_group().recv(data, from, tag);

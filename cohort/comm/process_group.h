@@ -231,7 +231,10 @@ class ProcessGroup {
                   CallSite site = CallSite::here()) const;
   /// Fills `tensor` with what rank `from` sends, and returns it.
   /// Errors: c10::ValueError, from `wait` of the asynchronous form, if the sender's dtype or number
-  ///         of elements differs; that message is lost then, and others are not.
+  ///         of elements differs; that message is lost then, and others are not. Also if a receive
+  ///         of the same sender and tag was dropped without `wait` after this one began, or as its
+  ///         message came. One that is dropped before leaves its message to the next; over gloo the
+  ///         message is lost.
   at::Tensor recv(const at::Tensor& tensor, int from, int tag = 0,
                   CallSite site = CallSite::here()) const;
   Work recv_async(const at::Tensor& tensor, int from, int tag = 0,
