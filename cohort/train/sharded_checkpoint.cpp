@@ -5,7 +5,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
 #include <filesystem>
-#include <memory>
+#include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -110,20 +110,33 @@ void wait_for_devices(const ShardedParts& parts) {
   }
 }
 
-// Of a folder, until it goes: the commit of one save would remove another's files. By rank, for
-// several may be threads of one process.
-std::shared_ptr<void> claimed(const std::string& folder, int rank) {
-  static std::mutex mutex;
-  static std::set<std::pair<std::string, int>> all;
-  std::error_code ignored;
-  const std::pair key(std::filesystem::weakly_canonical(folder, ignored).string(), rank);
-  const std::lock_guard lock(mutex);
-  TORCH_CHECK_VALUE(all.insert(key).second, "checkpoint: ", folder,
-                    ": expected one save at a time into a folder: wait() for the one before");
-  return {nullptr, [key](void*) {
-            const std::lock_guard release(mutex);
-            all.erase(key);
-          }};
+// The last save that has begun into each folder: the commit of one removes another's files. By
+// rank, for several may be threads of one process.
+class LatestSaves {
+ public:
+  int64_t begin(const std::string& folder, int rank) {
+    const std::lock_guard lock(mutex_);
+    return latest_[key(folder, rank)] = ++count_;
+  }
+  bool is_latest(const std::string& folder, int rank, int64_t number) {
+    const std::lock_guard lock(mutex_);
+    return latest_[key(folder, rank)] == number;
+  }
+
+ private:
+  static std::pair<std::string, int> key(const std::string& folder, int rank) {
+    std::error_code ignored;
+    return {fs::weakly_canonical(folder, ignored).string(), rank};
+  }
+
+  std::mutex mutex_;
+  std::map<std::pair<std::string, int>, int64_t> latest_;
+  int64_t count_ = 0;
+};
+
+LatestSaves& latest_saves() {
+  static LatestSaves saves;
+  return saves;
 }
 
 }  // namespace
@@ -154,7 +167,7 @@ void ShardedCheckpointWriter::check_idle() const {
 
 void ShardedCheckpointWriter::start(const std::string& folder, const ShardedParts& parts,
                                     int64_t update, const Metadata& metadata) {
-  claim_ = claimed(folder, group_.rank());
+  number_ = latest_saves().begin(folder, group_.rank());
   folder_ = folder;
   metadata_ = metadata;
   share_.reset();
@@ -169,10 +182,12 @@ void ShardedCheckpointWriter::start(const std::string& folder, const ShardedPart
 void ShardedCheckpointWriter::commit(CallSite site) {
   const CallSiteScope scope(site);
   const bool was_pending = std::exchange(pending_, false);
-  const auto claim = std::exchange(claim_, nullptr);  // To the end of this call.
+  const bool is_latest = was_pending && latest_saves().is_latest(folder_, group_.rank(), number_);
   Json report;
   const Json error = errors_of([&] {
     TORCH_CHECK_VALUE(was_pending, "checkpoint: expected begin before commit");
+    TORCH_CHECK_VALUE(is_latest, "checkpoint: another save into ", folder_,
+                      " has begun: expected wait() for this one before; it is lost");
     task_.wait();
     report = {{"share", share_.value().to_json()}, {"folder", folder_}};
   });
@@ -182,7 +197,7 @@ void ShardedCheckpointWriter::commit(CallSite site) {
   } catch (const PeerError&) {
     throw;  // Whether the others have committed is not known.
   } catch (const std::exception&) {
-    if (was_pending && share_) discard_share(folder_, *share_);
+    if (is_latest && share_) discard_share(folder_, *share_);
     throw;
   }
   if (outdated.empty()) return;

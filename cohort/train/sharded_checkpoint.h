@@ -3,7 +3,6 @@
 #pragma once
 #include <chrono>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -49,8 +48,7 @@ class ShardedCheckpointWriter {
 
   /// Copies this rank's shards and writes them in the background. `folder`, `update` and the names
   /// of parts are the same on all ranks; `metadata` is rank 0's. Local; blocks for the copying.
-  /// Errors: c10::ValueError if the save before is not committed, or one by another writer of this
-  ///         process into the same folder.
+  /// Errors: c10::ValueError if the save before is not committed.
   void begin(const std::string& folder, const ShardedParts& parts, int64_t update,
              const Metadata& metadata);
   /// The same without a copy: the caller does not change the tensors of `parts` before commit().
@@ -70,7 +68,8 @@ class ShardedCheckpointWriter {
   /// manifest. The files of the checkpoint before it removes in the background. Collective; blocks.
   /// Cost:   two small messages a rank.
   /// Errors: the same on every rank: ConfigError or c10::Error that names the rank which could not
-  ///         write and why, or the elements that are in no rank's shards or in two's. The
+  ///         write and why, or the elements that are in no rank's shards or in two's;
+  ///         c10::ValueError if a later save by another writer into the folder has begun. The
   ///         checkpoint before stays, what was written goes, and the next save may begin.
   void commit(CallSite site = CallSite::here());
 
@@ -87,7 +86,7 @@ class ShardedCheckpointWriter {
   comm::ProcessGroup group_;
   std::chrono::milliseconds visible_timeout_;
   bool pending_ = false;
-  std::shared_ptr<void> claim_;  // As long as no other writer of this rank may save there.
+  int64_t number_ = 0;  // Among the saves of this process.
   std::string folder_;
   Metadata metadata_;
   std::optional<Manifest> share_;  // What this rank has written, once done.
