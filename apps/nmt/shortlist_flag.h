@@ -40,7 +40,7 @@ struct ShortlistFlag {
     const auto table =
         translate::read_lexical_table(file, translate::vocab_files(model.model_dir, model.vocabs));
     nmt::ShortlistOptions used = taken;
-    if (!is_best_given) used.best = std::min(used.best, table.best);
+    if (!is_best_given_) used.best = std::min(used.best, table.best);
     if (used.best > table.best) {
       throw ConfigError(
           "--shortlist " + file + ": expected BEST to be at most " + std::to_string(table.best) +
@@ -51,11 +51,11 @@ struct ShortlistFlag {
   }
 
  private:
-  bool is_best_given = false;
+  bool is_best_given_ = false;
 
   void set(const std::vector<std::string>& given) {
     file = given.at(0);
-    is_best_given = given.size() > 2;
+    is_best_given_ = given.size() > 2;
     const auto number = [&](size_t at, auto& value, double most, const char* expected) {
       if (at >= given.size()) return;
       const std::string& text = given[at];

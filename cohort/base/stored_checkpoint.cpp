@@ -99,9 +99,9 @@ std::vector<std::string> others_than(const Manifest& manifest,
     const std::string name = entry.path().filename().string();
     const bool left_over = name.find(std::string(kEnding) + ".tmp-") != std::string::npos ||
                            name.starts_with("manifest.json.tmp-");
-    const bool is_ours =
-        listed.contains(name) ||
-        std::ranges::any_of(parts, [&](const auto& part) { return is_of_part(name, part); });
+    const bool is_ours = listed.contains(name) || std::ranges::any_of(parts, [&](const auto& part) {
+                           return is_of_part(name, part);
+                         });
     if (left_over || (is_ours && !names.contains(name))) others.push_back(name);
   }
   return others;

@@ -283,6 +283,20 @@ void TrainingRun::report_gpus(const std::vector<std::string>& gpu_use) const {
   }
 }
 
+Evaluation TrainingRun::evaluate_valid_text() {
+  EvaluationOptions options = options_.evaluation;
+  train::Progress progress;  // of its own: the epoch's clock runs on
+  if (group_.rank() == 0 && !options_.quiet) {
+    options.on_batch = [&](int64_t done, int64_t total) {
+      progress.update({.phase = "validation", .step = done, .num_steps = total});
+    };
+  }
+  Evaluation evaluation = evaluate(model_, data_.valid, data_.valid_text.target,
+                                   data_.tokenizers.target, data_group_, options);
+  progress.finish();
+  return evaluation;
+}
+
 void TrainingRun::validate() {
   const auto start = Clock::now();
   progress_.clear();
@@ -298,16 +312,7 @@ void TrainingRun::validate() {
   // Scored and saved as they are used later.
   const optim::AveragesInPlace smoothed(updater_->average());
   const auto whole = updater_->model().unsharded();
-  EvaluationOptions evaluation_options = options_.evaluation;
-  train::Progress progress;  // of its own: the epoch's clock runs on
-  if (group_.rank() == 0 && !options_.quiet) {
-    evaluation_options.on_batch = [&](int64_t done, int64_t total) {
-      progress.update({.phase = "validation", .step = done, .num_steps = total});
-    };
-  }
-  const Evaluation evaluation = evaluate(model_, data_.valid, data_.valid_text.target,
-                                         data_.tokenizers.target, data_group_, evaluation_options);
-  progress.finish();
+  const Evaluation evaluation = evaluate_valid_text();
   ValidScores scores{.loss = evaluation.loss};
   if (options_.evaluation.translate) {
     scores.bleu = evaluation.bleu.score;

@@ -74,6 +74,7 @@ class TrainingRun {
   bool train_epoch();  // whether it came to the end
   data::BatchOptions batch_options() const;
   void validate();
+  Evaluation evaluate_valid_text();
   void report_validation(const ValidScores& scores, double train_loss, double tokens_per_s) const;
   void report_gpus(const std::vector<std::string>& gpu_use) const;
   void release_free_memory_sometimes();

@@ -243,6 +243,15 @@ TEST(RunTest, TooFewCoresToBindAreAnError) {
   EXPECT_EQ(ended.err.find("cohort run: error: --bind-cores cores: expected a core for each"), 0U);
 }
 
+TEST(RunTest, ANumberThatIsTooLargeIsNoWordButTooLarge) {
+  Launched run(cohort_run_sh({"--max-restarts", "99999999999"}, "true"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_NE(ended.err.find("--max-restarts 99999999999: expected a smaller number"),
+            std::string::npos)
+      << ended.err;
+}
+
 TEST(RunTest, TorchrunsOtherFlagsAreAccepted) {
   Launched run(cohort_run_sh(
       {"--standalone", "--nnodes=1", "--nproc-per-node=2", "--no-python", "--max_restarts=3",

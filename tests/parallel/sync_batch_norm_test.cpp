@@ -350,11 +350,12 @@ TEST(ConvertSyncBatchNormTest, SixteenBitParametersBesideFloatStatistics) {
          std::initializer_list<torch::nn::Module*>{&*converted, &*layer, &*reference})
       module->train(training);
     const at::Tensor expected = reference(x.to(at::kFloat));
-    for (const at::Tensor& found : {converted(x), layer(x)}) {
+    const std::vector<at::Tensor> outputs{converted(x), layer(x)};
+    for (const at::Tensor& found : outputs) {
       EXPECT_EQ(found.scalar_type(), at::kBFloat16);
       EXPECT_TRUE(at::allclose(found.to(at::kFloat), expected, 1.0 / 128, 1e-2)) << training;
     }
-    converted(x).sum().backward();
+    outputs[0].sum().backward();
     EXPECT_EQ(converted->weight.grad().scalar_type(), at::kBFloat16);
   }
   EXPECT_EQ(converted->running_mean.scalar_type(), at::kFloat);
