@@ -37,11 +37,12 @@ class MessageSent : public c10d::Work {
 };
 
 // Both receives are posted at once: a rank that waits for its own message to be taken before it
-// waits for this one blocks no other. `num_received` counts those of a sender and tag.
+// waits for this one blocks no other. `num_received` counts those of a sender and tag; `is_left`:
+// the backend leaves a message whose receive was dropped before it came to the next.
 class MessageReceived : public c10d::Work {
  public:
   MessageReceived(c10d::ProcessGroup& backend, at::Tensor tensor, int from, int tag,
-                  int64_t& num_received)
+                  int64_t& num_received, bool is_left)
       : backend_(backend),
         tensor_(std::move(tensor)),
         number_(num_received++),
@@ -49,16 +50,16 @@ class MessageReceived : public c10d::Work {
         bytes_(as_bytes(tensor_)),
         from_(from),
         tag_(tag),
-        num_received_(num_received) {
+        num_received_(num_received),
+        is_left_(is_left) {
     Tensors form{form_}, data{bytes_};
     form_work_ = backend.recv(form, from, tag);
     data_work_ =
         backend.recv(data, from, data_tag(tag, tensor_.scalar_type(), tensor_.numel(), number_));
   }
 
-  // A message that has not come is left to the next receive.
   ~MessageReceived() override {
-    if (form_work_ && !form_work_->isCompleted()) --num_received_;
+    if (is_left_ && form_work_ && !form_work_->isCompleted()) --num_received_;
   }
   MessageReceived(const MessageReceived&) = delete;
   MessageReceived& operator=(const MessageReceived&) = delete;
@@ -89,6 +90,7 @@ class MessageReceived : public c10d::Work {
   const at::Tensor form_, bytes_;
   const int from_, tag_;
   int64_t& num_received_;
+  const bool is_left_;
   BackendWork form_work_, data_work_;
 };
 
@@ -134,22 +136,23 @@ Work ProcessGroup::recv_async(const at::Tensor& tensor, int from, int tag, CallS
   check_written(tensor, "recv", c10d_group());
   check_peer(from, tag, c10d_group(), "recv", "sender");
   const Written written = filled(tensor);
-  return impl().start(
-      {.call = {.operation = "recv from " + std::to_string(from),
-                .tensor = tensor,
-                .site = site,
-                .compared = Compared::kNever},
-       .begin =
-           [&](bool) {
-             written.bump_version();
-             if (impl_->matcher.is_on()) {
-               return BackendWork(c10::make_intrusive<MessageReceived>(
-                   c10d_group(), written.memory, from, tag, impl_->num_received[{from, tag}]));
-             }
-             Tensors data{as_bytes(written.memory)};
-             return c10d_group().recv(data, from, tag);
-           },
-       .finish = [written] { written.finish(); }});
+  return impl().start({.call = {.operation = "recv from " + std::to_string(from),
+                                .tensor = tensor,
+                                .site = site,
+                                .compared = Compared::kNever},
+                       .begin =
+                           [&](bool) {
+                             written.bump_version();
+                             if (impl_->matcher.is_on()) {
+                               return BackendWork(c10::make_intrusive<MessageReceived>(
+                                   c10d_group(), written.memory, from, tag,
+                                   impl_->num_received[{from, tag}],
+                                   /*is_left=*/backend() == "shm"));
+                             }
+                             Tensors data{as_bytes(written.memory)};
+                             return c10d_group().recv(data, from, tag);
+                           },
+                       .finish = [written] { written.finish(); }});
 }
 
 }  // namespace cohort::comm
