@@ -125,8 +125,8 @@ class LatestSaves {
 
  private:
   static std::pair<std::string, int> key(const std::string& folder, int rank) {
-    std::error_code ignored;
-    return {fs::weakly_canonical(folder, ignored).string(), rank};
+    // By its name alone: the folder may be made between begin() and commit().
+    return {(fs::current_path() / folder / "").lexically_normal().string(), rank};
   }
 
   std::mutex mutex_;

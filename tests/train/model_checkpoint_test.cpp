@@ -2,9 +2,12 @@
 // Saving and loading of wrapped models with their optimizers.
 #include "cohort/train/model_checkpoint.h"
 
+#include <chrono>
+#include <filesystem>
 #include <gtest/gtest.h>
 #include <memory>
 #include <set>
+#include <thread>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -401,6 +404,14 @@ TEST(ModelCheckpointTest, OneSaveAtATimeGoesIntoAFolder) {
               std::string::npos);
     second.wait();
     EXPECT_EQ(train::read_update(folder / "last"), 2);
+    // Of a name that is there only once it is saved.
+    std::filesystem::current_path(folder / "last");
+    SaveHandle third = async_save(model, "relative", {.step = 3});
+    while (!third.done()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    third.wait();
+    EXPECT_EQ(train::read_update(folder / "last/relative"), 3);
+    EXPECT_NE(test::message_of<ConfigError>([&] { save(model, ""); }).find("got an empty name"),
+              std::string::npos);
   });
 }
 
