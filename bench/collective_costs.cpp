@@ -152,7 +152,7 @@ std::vector<Case> cases(const ProcessGroup& group, int64_t bytes) {
        [=] { group.scatter(own, inputs, 0); }},
       {"barrier", comparison_traffic(rank, size), 0, [=] { group.barrier("measured"); }}};
   // Rank 0 to rank 1; the others do nothing.
-  const int64_t form_bytes = 16;
+  const int64_t form_bytes = 24;
   Case message{"send", {}, 0, [] {}};
   if (rank == 0) {
     message.traffic = {.bytes = bytes + form_bytes, .sent = 2};

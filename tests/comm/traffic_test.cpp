@@ -54,8 +54,8 @@ void expect_traffic(const ProcessGroup& group, int64_t numel) {
     expect_sent(group, "scatter", scatter_traffic(bytes, root, rank, size),
                 [&] { group.scatter(one, of_root(root), root); });
   }
-  // Dtype and number of elements, 16 bytes, go ahead.
-  const Traffic message = rank == 0      ? Traffic{.bytes = bytes + 16, .sent = 2}
+  // Dtype, number of elements and number of the message, 24 bytes, go ahead.
+  const Traffic message = rank == 0      ? Traffic{.bytes = bytes + 24, .sent = 2}
                           : rank == last ? Traffic{.received = 2}
                                          : Traffic{};
   expect_sent(group, "send", message, [&] {

@@ -325,7 +325,7 @@ TEST_F(ImagenetCommandTest, ATrainingIsReplacedOnRequestAlone) {
   expect_refused(2, on_ranks(1, "run", "--epochs 1"),
                  "run holds a training: pass --resume " + folder_ / "run/checkpoint");
   EXPECT_EQ(manifest("run/checkpoint"), before);
-  expect_trained(1, "run", "--epochs 1 --overwrite --lr 0.001");
+  expect_trained(1, "run", "--epochs 1 --overwrite --momentum 0.5");
   EXPECT_NE(manifest("run/checkpoint")["files"], before["files"]);
   EXPECT_EQ(history("run").size(), 1U);
 }
