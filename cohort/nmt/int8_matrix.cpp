@@ -6,7 +6,7 @@
 #include <ATen/native/CPUBlas.h>
 #include <algorithm>
 #include <cmath>
-#include <cstring>
+#include <numeric>
 #include <string_view>
 #include <torch/types.h>
 #include <vector>
@@ -50,8 +50,11 @@ bool brgemm_is_exact() {
   } catch (const c10::Error&) {
     return false;
   }
-  loops().int8.product(rows.data(), kRows, kDepthUnit, block.data(), expected.data());
-  return found == expected;
+  const std::vector<int8_t> values(rows.size(), 127);
+  loops().int8.product(values.data(), kRows, kDepthUnit, block.data(), expected.data());
+  const int64_t offset =
+      128 * std::accumulate(block.begin(), block.end(), int64_t{0}) / kInt8Columns;
+  return std::ranges::equal(found, expected, {}, {}, [&](int32_t sum) { return sum + offset; });
 }
 
 }  // namespace
@@ -69,17 +72,14 @@ Int8Rows quantize_rows(const std::string& name, const at::Tensor& matrix) {
   const at::Tensor given = matrix.detach().contiguous();
   const int64_t width = given.size(1);
   Int8Rows rows{at::empty(given.sizes(), at::kChar), at::empty({given.size(0)}, at::kFloat)};
-  std::vector<uint8_t> biased(static_cast<size_t>(width));  // 128 more than the values
   for (int64_t i = 0; i < given.size(0); ++i) {
-    const float scale =
-        loops().int8.quantize(given.const_data_ptr<float>() + i * width, width, biased.data());
+    const float scale = loops().int8.quantize(given.const_data_ptr<float>() + i * width, width,
+                                              rows.values.mutable_data_ptr<int8_t>() + i * width);
     if (std::isnan(scale)) {
       throw ConfigError(name + ": expected finite numbers, got NaN or infinity in row " +
                         std::to_string(i));
     }
     rows.scales.mutable_data_ptr<float>()[i] = scale;
-    std::ranges::transform(biased, rows.values.mutable_data_ptr<int8_t>() + i * width,
-                           [](uint8_t q) { return static_cast<int8_t>(q - 128); });
   }
   return rows;
 }
@@ -139,31 +139,39 @@ Int8Matrix::Rows Int8Matrix::quantized(const at::Tensor& x) const {
   const int64_t num_rows = given.size(0);
   const bool by_brgemm = uses_brgemm();
   // What is behind `in_` meets zeros of the matrix.
-  Rows rows{.biased = at::zeros({by_brgemm ? rounded_up(num_rows, kRowUnit) : num_rows, depth_},
-                                at::kByte),
+  Rows rows{.values = at::zeros({by_brgemm ? rounded_up(num_rows, kRowUnit) : num_rows, depth_},
+                                at::kChar),
             .scales = std::vector<float>(static_cast<size_t>(num_rows)),
             .by_brgemm = by_brgemm};
   for (int64_t r = 0; r < num_rows; ++r) {
     rows.scales[static_cast<size_t>(r)] =
         loops().int8.quantize(given.const_data_ptr<float>() + r * in_, in_,
-                              rows.biased.mutable_data_ptr<uint8_t>() + r * depth_);
+                              rows.values.mutable_data_ptr<int8_t>() + r * depth_);
   }
+  if (by_brgemm) rows.values = rows.values.view(at::kByte).bitwise_xor_(128);
   return rows;
 }
 
 template <class Put>
 void Int8Matrix::for_tiles(const Rows& rows, int64_t first, int64_t count, const Put& put) const {
-  const auto product = rows.by_brgemm ? product_by_brgemm : loops().int8.product;
   const auto num_rows = static_cast<int64_t>(rows.scales.size());
-  const int64_t num_padded = rows.biased.size(0);
-  const auto* biased = rows.biased.const_data_ptr<uint8_t>();
+  const int64_t num_padded = rows.values.size(0);
   const auto* blocks = blocks_.const_data_ptr<int8_t>();
+  const void* values = rows.values.const_data_ptr();
+  const auto product = [&](int64_t top, int64_t n, const int8_t* block, int32_t* sums) {
+    if (rows.by_brgemm) {
+      product_by_brgemm(static_cast<const uint8_t*>(values) + top * depth_, n, depth_, block, sums);
+    } else {
+      loops().int8.product(static_cast<const int8_t*>(values) + top * depth_, n, depth_, block,
+                           sums);
+    }
+  };
   const auto multiply_blocks = [&](int64_t begin, int64_t end) {
     alignas(64) int32_t sums[kTileRows * kInt8Columns];
     for (int64_t block = begin; block < end; ++block) {
       for (int64_t top = 0; top < num_rows; top += kTileRows) {
-        product(biased + top * depth_, std::min(kTileRows, num_padded - top), depth_,
-                blocks + block * kInt8Columns * depth_, sums);
+        product(top, std::min(kTileRows, num_padded - top), blocks + block * kInt8Columns * depth_,
+                sums);
         put(block, top, std::min(kTileRows, num_rows - top), sums);
       }
     }
@@ -190,7 +198,7 @@ at::Tensor Int8Matrix::multiply(const at::Tensor& x, const at::Tensor& bias, int
   shape.back() = count;
   if (out.numel() == 0) return out.view(shape);
   const auto* scales = scales_.const_data_ptr<float>();
-  const auto* offsets = offsets_.const_data_ptr<int32_t>();
+  const auto* offsets = rows.by_brgemm ? offsets_.const_data_ptr<int32_t>() : nullptr;
   const float* added_data = added.defined() ? added.const_data_ptr<float>() : nullptr;
   auto* out_data = out.mutable_data_ptr<float>();
   for_tiles(rows, first, count,
@@ -202,7 +210,7 @@ at::Tensor Int8Matrix::multiply(const at::Tensor& x, const at::Tensor& bias, int
                                   .columns = right - left,
                                   .row_scales = rows.scales.data() + top,
                                   .scales = scales + left,
-                                  .offsets = offsets + left,
+                                  .offsets = offsets ? offsets + left : nullptr,
                                   .bias = added_data ? added_data + left - first : nullptr,
                                   .out = out_data + top * count + left - first,
                                   .out_stride = count});
@@ -223,7 +231,7 @@ Int8Scores Int8Matrix::scores(const at::Tensor& x, bool with_sums) const {
   if (with_sums) found.sums = at::empty_like(found.tops);
   if (count == 0) return found;
   const auto* scales = scales_.const_data_ptr<float>();
-  const auto* offsets = offsets_.const_data_ptr<int32_t>();
+  const auto* offsets = rows.by_brgemm ? offsets_.const_data_ptr<int32_t>() : nullptr;
   auto* out = found.blocks.mutable_data_ptr<float>();
   auto* tops = found.tops.mutable_data_ptr<float>();
   float* sums_of_exp = with_sums ? found.sums.mutable_data_ptr<float>() : nullptr;
@@ -236,7 +244,7 @@ Int8Scores Int8Matrix::scores(const at::Tensor& x, bool with_sums) const {
                                   .columns = std::min(kInt8Columns, columns - left),
                                   .row_scales = rows.scales.data() + top,
                                   .scales = scales + left,
-                                  .offsets = offsets + left,
+                                  .offsets = offsets ? offsets + left : nullptr,
                                   .out = out + (block * count + top) * kInt8Columns,
                                   .out_stride = kInt8Columns,
                                   .tops = tops + at,

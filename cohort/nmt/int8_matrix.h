@@ -64,9 +64,9 @@ class Int8Matrix {
  private:
   // Rows of x in 8 bits.
   struct Rows {
-    at::Tensor biased;  // uint8 [rows, rounded up; depth]: 128 more than the values
+    at::Tensor values;  // int8 [rows, rounded up; depth]
     std::vector<float> scales;
-    bool by_brgemm = false;
+    bool by_brgemm = false;  // the values are uint8, 128 more
   };
   Rows quantized(const at::Tensor& x) const;
   // Calls put(block, first row, how many, sums) for the blocks of outputs [first, first + count).

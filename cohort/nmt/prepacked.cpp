@@ -29,36 +29,38 @@ const c10::TypedOperatorHandle<Signature>& onednn(const char* name) {
   return handle;
 }
 
-// With AVX-512 oneDNN's products of at least so many rows sum every row in one order; those of
-// fewer may have other kernels. Otherwise the order changes with the number of rows: there all
-// products are of kBlockRows rows, which costs time where rows are many. A multiple of the 6 rows of
-// its AVX2 kernels: in a block of 32 the last two are summed in another order.
+// oneDNN's products in bfloat16 of at least so many rows sum every row in one order; those of fewer may have other
+// kernels. Where the weight is not rearranged, the order may change with the number of rows: there all products are of
+// kBlockRows rows, which costs time.
 constexpr int64_t kFewestRows = 16;
 constexpr int64_t kBlockRows = 24;
-
-bool has_avx512(const Loops& table) {
-  return std::string_view(table.name) == "avx512";
-}
-
-// In float32 oneDNN lets several threads share the sums of wide rows where there are few rows.
-bool sums_in_one_order(at::ScalarType type, int64_t width) {
-  constexpr int64_t kWidestWhole = 1024;
-  return has_avx512(loops()) &&
-         (type != at::kFloat || width <= kWidestWhole || at::get_num_threads() == 1);
-}
 
 std::optional<at::Tensor> optional(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional(tensor) : std::nullopt;
 }
 
+// [out, in] as [blocks of outputs, in, kPackedColumns].
+at::Tensor in_blocks(const at::Tensor& weight) {
+  const int64_t out = weight.size(0), in = weight.size(1);
+  const int64_t blocks = (out + kPackedColumns - 1) / kPackedColumns;
+  const at::Tensor padded = at::zeros({blocks * kPackedColumns, in}, weight.options());
+  padded.narrow(0, 0, out).copy_(weight);
+  return padded.view({blocks, kPackedColumns, in}).transpose(1, 2).contiguous();
+}
+
 }  // namespace
 
-Prepacked::Prepacked(const at::Tensor& weight) : weight_(weight) {
+Prepacked::Prepacked(const at::Tensor& weight) : weight_(weight), out_(weight.size(0)) {
   const auto type = weight.scalar_type();
-  packed_ = at::globalContext().hasMKLDNN() && at::globalContext().userEnabledMkldnn() &&
-            weight.device().is_cpu() &&
-            (type == at::kFloat || (type == at::kBFloat16 && has_avx512(*supported_loops()[0])));
-  if (packed_) {
+  const bool has_onednn =
+      at::globalContext().hasMKLDNN() && at::globalContext().userEnabledMkldnn();
+  if (!weight.device().is_cpu()) return;
+  if (type == at::kFloat) {
+    form_ = Form::kBlocks;
+    weight_ = in_blocks(weight.detach());
+  } else if (type == at::kBFloat16 && has_onednn &&
+             std::string_view(supported_loops()[0]->name) == "avx512") {
+    form_ = Form::kOneDnn;
     const std::optional<c10::SymInt> any_rows;
     weight_ = onednn<Reorder>("mkldnn::_reorder_linear_weight")
                   .call(weight.detach().contiguous(), any_rows);
@@ -66,21 +68,51 @@ Prepacked::Prepacked(const at::Tensor& weight) : weight_(weight) {
 }
 
 at::Tensor Prepacked::product(const at::Tensor& x, const at::Tensor& bias) const {
-  if (!packed_) return at::linear(x, weight_, optional(bias));
+  if (form_ == Form::kGiven) return at::linear(x, weight_, optional(bias));
   return onednn<Linear>("mkldnn::_linear_pointwise")
       .call(x, weight_, optional(bias), "none", c10::List<std::optional<at::Scalar>>(),
             std::nullopt);
 }
 
+at::Tensor Prepacked::product_of_blocks(const at::Tensor& x, const at::Tensor& bias) const {
+  const int64_t in = weight_.size(1);
+  TORCH_CHECK_VALUE(x.is_cpu() && x.scalar_type() == at::kFloat && x.size(1) == in,
+                    "a product: expected float32 rows of ", in, " on the CPU, got ", x.toString(),
+                    " ", x.sizes());
+  const at::Tensor rows = x.contiguous();
+  const at::Tensor added = at::zeros({weight_.size(0) * kPackedColumns}, at::kFloat);
+  if (bias.defined()) added.narrow(0, 0, out_).copy_(bias);
+  at::Tensor out = at::empty({rows.size(0), out_}, at::kFloat);
+  const auto multiply_blocks = [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t first = block * kPackedColumns;
+      loops().packed_product({.x = rows.const_data_ptr<float>(),
+                              .rows = rows.size(0),
+                              .depth = in,
+                              .block = weight_.const_data_ptr<float>() + first * in,
+                              .bias = added.const_data_ptr<float>() + first,
+                              .columns = std::min(kPackedColumns, out_ - first),
+                              .out = out.mutable_data_ptr<float>() + first,
+                              .out_stride = out_});
+    }
+  };
+  constexpr int64_t kProductsOfATask = int64_t{1} << 20;
+  at::parallel_for(0, weight_.size(0),
+                   1 + kProductsOfATask / std::max<int64_t>(1, rows.numel() * kPackedColumns),
+                   multiply_blocks);
+  return out;
+}
+
 at::Tensor Prepacked::multiply(const at::Tensor& x, const at::Tensor& bias) const {
-  const bool alike = packed_ && sums_in_one_order(x.scalar_type(), x.size(-1));
   const at::Tensor rows = x.reshape({-1, x.size(-1)});
   auto shape = x.sizes().vec();
-  shape.back() = -1;
-  if ((alike && rows.size(0) >= kFewestRows) || x.scalar_type() == at::kDouble)
+  shape.back() = out_;
+  if (rows.size(0) == 0) return at::empty(shape, x.options());
+  if (form_ == Form::kBlocks) return product_of_blocks(rows, bias).view(shape);
+  if ((form_ == Form::kOneDnn && rows.size(0) >= kFewestRows) || x.scalar_type() == at::kDouble)
     return product(rows, bias).view(shape);
   // Products of one size are of one kernel.
-  const int64_t size = alike ? kFewestRows : kBlockRows;
+  const int64_t size = form_ == Form::kOneDnn ? kFewestRows : kBlockRows;
   std::vector<at::Tensor> blocks;
   for (int64_t first = 0; first < rows.size(0); first += size) {
     const int64_t count = std::min(size, rows.size(0) - first);

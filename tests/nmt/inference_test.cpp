@@ -193,20 +193,21 @@ TEST(PrepackedTest, ARowsProductDoesNotDependOnTheOthers) {
 }
 
 // The largest products of the base model, and several threads, which may share a row's sum.
-TEST(PrepackedTest, NorDoesARowOfTheBaseModelsProductsOnAnyNumberOfThreads) {
+TEST(PrepackedTest, NorDoesARowOfTheBaseModelsProductsOrTheNumberOfThreads) {
   const int threads = at::get_num_threads();
-  for (const int used : {1, 4}) {
-    at::set_num_threads(used);
-    for (const auto type : {at::kFloat, at::kBFloat16}) {
-      for (const auto& [in, out] :
-           std::vector<std::pair<int64_t, int64_t>>{{2048, 512}, {512, 2048}, {512, 8000}}) {
-        const Prepacked weight(at::randn({out, in}).to(type));
-        const at::Tensor x = at::randn({600, in}).to(type);
-        const at::Tensor all = weight.multiply(x, at::Tensor());
-        for (const int64_t rows : {1, 16, 40, 64, 65, 192}) {
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    for (const auto& [in, out] :
+         std::vector<std::pair<int64_t, int64_t>>{{2048, 512}, {512, 2048}, {512, 8000}}) {
+      const Prepacked weight(at::randn({out, in}).to(type));
+      const at::Tensor x = at::randn({600, in}).to(type);
+      at::set_num_threads(1);
+      const at::Tensor all = weight.multiply(x, at::Tensor());
+      for (const int used : {1, 4}) {
+        at::set_num_threads(used);
+        for (const int64_t rows : {1, 16, 40, 64, 65, 192, 600}) {
           EXPECT_TRUE(at::equal(weight.multiply(x.narrow(0, 600 - rows, rows), at::Tensor()),
                                 all.narrow(0, 600 - rows, rows)))
-              << in << " to " << out << ", " << rows << " rows, " << used << " threads";
+              << in << " to " << out << ", " << rows << " rows, " << used << " threads, " << type;
         }
       }
     }
@@ -214,19 +215,38 @@ TEST(PrepackedTest, NorDoesARowOfTheBaseModelsProductsOnAnyNumberOfThreads) {
   at::set_num_threads(threads);
 }
 
-TEST(PrepackedTest, EqualsAtensLinear) {
-  torch::manual_seed(9);
-  for (const auto type : {at::kFloat, at::kBFloat16, at::kDouble}) {
-    const at::Tensor w = at::randn({50, 70}).to(type);
-    const at::Tensor x = at::randn({2, 3, 70}).to(type);
-    const at::Tensor found = Prepacked(w).multiply(x, at::Tensor()).to(at::kDouble);
-    const at::Tensor exact = at::linear(x.to(at::kDouble), w.to(at::kDouble));
-    const at::Tensor magnitude = at::linear(x.abs().to(at::kDouble), w.abs().to(at::kDouble));
-    const double stored = type == at::kBFloat16 ? 0x1p-8 : kU;
-    EXPECT_EQ(found.sizes(), at::IntArrayRef({2, 3, 50}));
-    EXPECT_TRUE(
-        ((found - exact).abs() <= stored * exact.abs() + 70 * kU * magnitude).all().item<bool>());
-  }
+// Tiles of every height, blocks that are not whole, and sizes of 1.
+TEST(PrepackedTest, InEveryTableEqualsAtensLinear) {
+  const auto check = [](at::ScalarType type) {
+    for (const auto& [in, out] :
+         std::vector<std::pair<int64_t, int64_t>>{{70, 50}, {1, 1}, {3, 32}, {33, 95}}) {
+      const at::Tensor w = at::randn({out, in}).to(type), bias = at::randn({out}).to(type);
+      const Prepacked weight(w);
+      for (const int64_t rows : {0, 1, 2, 3, 4, 5, 7, 9, 10, 11, 25, 26}) {
+        const at::Tensor x = at::randn({2 * rows, in}).to(type).view({2, rows, in});
+        const at::Tensor found = weight.multiply(x, bias).to(at::kDouble);
+        const auto exact = [](const at::Tensor& t) { return t.to(at::kDouble); };
+        const at::Tensor expected = at::linear(exact(x), exact(w), exact(bias));
+        const at::Tensor magnitude = at::linear(exact(x.abs()), exact(w.abs()), exact(bias.abs()));
+        const double stored = type == at::kBFloat16 ? 0x1p-8 : kU;
+        EXPECT_EQ(found.sizes(), at::IntArrayRef({2, rows, out}));
+        EXPECT_TRUE(((found - expected).abs() <=
+                     stored * expected.abs() + static_cast<double>(in + 1) * kU * magnitude)
+                        .all()
+                        .item<bool>())
+            << in << " to " << out << ", " << 2 * rows << " rows, " << type;
+      }
+    }
+  };
+  in_every_table(check);
+  check(at::kDouble);
+}
+
+TEST(PrepackedTest, RowsOfAnotherSizeOrTypeAreRefused) {
+  const Prepacked weight(at::ones({5, 4}));
+  EXPECT_THROW(weight.multiply(at::ones({2, 3}), {}), c10::Error);
+  EXPECT_THROW(weight.multiply(at::ones({2, 4}, at::kDouble), {}), c10::Error);
+  EXPECT_THROW(weight.multiply(at::ones({2, 4}), at::ones({6})), c10::Error);
 }
 
 // Widths that fill no whole registers, and more elements than one thread takes.

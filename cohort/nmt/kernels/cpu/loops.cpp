@@ -6,7 +6,12 @@
 
 #include "cohort/nmt/kernels/cpu/arithmetic.h"
 #include "cohort/nmt/kernels/cpu/attention.h"
+#include "cohort/nmt/kernels/cpu/packed_product.h"
 #include "cohort/nmt/kernels/cpu/residual.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 namespace cohort::nmt {
 namespace {
@@ -432,7 +437,7 @@ double log_sum_exp(const T* row, int64_t columns, typename Math<T>::Acc* tops) {
   return logarithm(static_cast<double>(sum)) + static_cast<double>(top);
 }
 
-float quantize(const float* x, int64_t n, uint8_t* out) {
+float quantize(const float* x, int64_t n, int8_t* out) {
   uint32_t top = 0;  // The bits of magnitudes have their order, with NaN above infinity.
 #pragma omp simd reduction(max : top)
   for (int64_t i = 0; i < n; ++i) {
@@ -442,49 +447,40 @@ float quantize(const float* x, int64_t n, uint8_t* out) {
   const float greatest = __builtin_bit_cast(float, top);
   constexpr float kLeast = 1e-36F;  // 127 / this is finite
   if (top >= 0x7f800000U || greatest < kLeast) {
-    for (int64_t i = 0; i < n; ++i) out[i] = 128;
+    for (int64_t i = 0; i < n; ++i) out[i] = 0;
     return top >= 0x7f800000U ? __builtin_nanf("") : 0;
   }
   const float factor = 127 / greatest;
 #pragma omp simd
-  for (int64_t i = 0; i < n; ++i)
-    out[i] = static_cast<uint8_t>(static_cast<int32_t>(__builtin_rintf(x[i] * factor)) + 128);
+  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<int8_t>(__builtin_rintf(x[i] * factor));
   return greatest / 127;
 }
 
 #if defined(__AVX2__)
-using Int16x16 __attribute__((vector_size(32))) = int16_t;
-using Int32x8 __attribute__((vector_size(32))) = int32_t;
-using Uint32x8 __attribute__((vector_size(32))) = uint32_t;
-
-// Of four neighbours in depth the first and third, and the second and fourth, as 16-bit numbers:
-// their products with those of a row are added in pairs, which is exact.
+// A product of numbers in [-127, 127] is that of one's magnitude and the other with its sign. Two such
+// products fit into 16 bits together, which those of unsigned numbers up to 255 do not.
 template <int kRows>
-inline void product_of_rows(const uint8_t* rows, int64_t depth, const int8_t* block,
-                            int32_t* sums) {
-  constexpr int64_t kLanes = 8;
-  for (int64_t first = 0; first < kInt8Columns; first += 2 * kLanes) {
-    Int32x8 totals[kRows][2] = {};
+inline void product_of_rows(const int8_t* rows, int64_t depth, const int8_t* block, int32_t* sums) {
+  constexpr int kHalves = 2;
+  constexpr int64_t kSums = 8;  // of a register, four products each
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (int64_t first = 0; first < kInt8Columns; first += kHalves * kSums) {
+    __m256i totals[kRows][kHalves] = {};
     for (int64_t k = 0; k < depth; k += 4) {
-      Int16x16 even[2], odd[2];
-      for (int half = 0; half < 2; ++half) {
-        Int16x16 bytes;
-        __builtin_memcpy(&bytes, block + k * kInt8Columns + (first + half * kLanes) * 4,
-                         sizeof bytes);
-        even[half] = (bytes << 8) >> 8;
-        odd[half] = bytes >> 8;
+      __m256i w[kHalves], magnitudes[kHalves];
+      for (int half = 0; half < kHalves; ++half) {
+        __builtin_memcpy(&w[half], block + k * kInt8Columns + (first + half * kSums) * 4,
+                         sizeof w[half]);
+        magnitudes[half] = _mm256_abs_epi8(w[half]);
       }
       for (int r = 0; r < kRows; ++r) {
-        uint32_t four;
+        int32_t four;
         __builtin_memcpy(&four, rows + r * depth + k, sizeof four);
-        const Uint32x8 evens = Uint32x8{} + (four & 0x00ff00ffU);
-        const Uint32x8 odds = Uint32x8{} + (four >> 8 & 0x00ff00ffU);
-        Int16x16 e, o;
-        __builtin_memcpy(&e, &evens, sizeof e);
-        __builtin_memcpy(&o, &odds, sizeof o);
-        for (int half = 0; half < 2; ++half) {
-          totals[r][half] += __builtin_ia32_pmaddwd256(e, even[half]);
-          totals[r][half] += __builtin_ia32_pmaddwd256(o, odd[half]);
+        const __m256i x = _mm256_set1_epi32(four);
+        for (int half = 0; half < kHalves; ++half) {
+          const __m256i pairs =
+              _mm256_maddubs_epi16(magnitudes[half], _mm256_sign_epi8(x, w[half]));
+          totals[r][half] = _mm256_add_epi32(totals[r][half], _mm256_madd_epi16(pairs, ones));
         }
       }
     }
@@ -494,8 +490,7 @@ inline void product_of_rows(const uint8_t* rows, int64_t depth, const int8_t* bl
 }
 #else
 template <int kRows>
-inline void product_of_rows(const uint8_t* rows, int64_t depth, const int8_t* block,
-                            int32_t* sums) {
+inline void product_of_rows(const int8_t* rows, int64_t depth, const int8_t* block, int32_t* sums) {
   for (int r = 0; r < kRows; ++r) {
     int32_t totals[kInt8Columns] = {};
     for (int64_t k = 0; k < depth; ++k) {
@@ -508,7 +503,7 @@ inline void product_of_rows(const uint8_t* rows, int64_t depth, const int8_t* bl
 }
 #endif
 
-void product(const uint8_t* rows, int64_t num_rows, int64_t depth, const int8_t* block,
+void product(const int8_t* rows, int64_t num_rows, int64_t depth, const int8_t* block,
              int32_t* sums) {
   int64_t r = 0;
   for (; r + 4 <= num_rows; r += 4)
@@ -517,23 +512,28 @@ void product(const uint8_t* rows, int64_t num_rows, int64_t depth, const int8_t*
     product_of_rows<1>(rows + r * depth, depth, block, sums + r * kInt8Columns);
 }
 
+template <bool kOffsets>
+inline void scale_row(const Int8Tile& tile, const int32_t* sums, float row_scale, float* out) {
+  const auto sum = [&](int64_t c) {
+    if constexpr (kOffsets) return static_cast<float>(sums[c] - tile.offsets[c]);
+    return static_cast<float>(sums[c]);
+  };
+  if (tile.bias == nullptr) {
+#pragma omp simd
+    for (int64_t c = 0; c < tile.columns; ++c) out[c] = sum(c) * (row_scale * tile.scales[c]);
+  } else {
+    // Fused, whether the instruction set has that or not: so all tables round alike.
+#pragma omp simd
+    for (int64_t c = 0; c < tile.columns; ++c)
+      out[c] = __builtin_fmaf(sum(c), row_scale * tile.scales[c], tile.bias[c]);
+  }
+}
+
 void scale(const Int8Tile& tile) {
   for (int64_t r = 0; r < tile.rows; ++r) {
-    const int32_t* sums = tile.sums + r * kInt8Columns;
     float* out = tile.out + r * tile.out_stride;
-    const float row_scale = tile.row_scales[r];
-    if (tile.bias == nullptr) {
-#pragma omp simd
-      for (int64_t c = 0; c < tile.columns; ++c)
-        out[c] = static_cast<float>(sums[c] - tile.offsets[c]) * (row_scale * tile.scales[c]);
-    } else {
-      // Fused, whether the instruction set has that or not: so all tables round alike.
-#pragma omp simd
-      for (int64_t c = 0; c < tile.columns; ++c) {
-        out[c] = __builtin_fmaf(static_cast<float>(sums[c] - tile.offsets[c]),
-                                row_scale * tile.scales[c], tile.bias[c]);
-      }
-    }
+    (tile.offsets ? scale_row<true> : scale_row<false>)(tile, tile.sums + r * kInt8Columns,
+                                                        tile.row_scales[r], out);
     if (tile.tops == nullptr) continue;
     float top = out[0];
 #pragma omp simd reduction(max : top)
@@ -602,10 +602,8 @@ constexpr LoopsOf<T> table() {
 #define COHORT_STRING_OF(x) #x
 #define COHORT_NAME(x) COHORT_STRING_OF(x)
 extern const Loops COHORT_LOOPS;
-const Loops COHORT_LOOPS = {COHORT_NAME(COHORT_LOOPS),
-                            table<float>(),
-                            table<double>(),
-                            table<BFloat16Bits>(),
-                            {quantize, product, scale, log_sum}};
+const Loops COHORT_LOOPS = {
+    COHORT_NAME(COHORT_LOOPS), table<float>(), table<double>(),
+    table<BFloat16Bits>(),     packed_product, {quantize, product, scale, log_sum}};
 
 }  // namespace cohort::nmt

@@ -174,6 +174,21 @@ struct LoopsOf {
   Sum (*sum_of_exp)(const T* x, int64_t n, Sum top, Sum factor);
 };
 
+/// Columns of a block of a packed float32 matrix.
+inline constexpr int64_t kPackedColumns = 32;
+
+/// out = x block + bias, for one block of a matrix. Each sum begins with 0 and adds its products in the order of
+/// depth, then the bias: a row of `out` is a function of that row of x.
+struct PackedProduct {
+  const float* x = nullptr;  ///< [rows, depth]
+  int64_t rows = 0, depth = 0;
+  const float* block = nullptr;  ///< [depth, kPackedColumns], of which `columns` > 0 are taken.
+  const float* bias = nullptr;   ///< [kPackedColumns]
+  int64_t columns = 0;
+  float* out = nullptr;  ///< Rows of `columns`, `out_stride` apart.
+  int64_t out_stride = 0;
+};
+
 /// Columns of a block of an 8-bit matrix. Of a block [depth, kInt8Columns] the elements of four neighbouring rows lie
 /// together: [depth / 4, kInt8Columns, 4].
 inline constexpr int64_t kInt8Columns = 64;
@@ -184,9 +199,9 @@ struct Int8Tile {
   int64_t rows = 0, columns = 0;
   const float* row_scales = nullptr;  ///< [rows]
   const float* scales = nullptr;      ///< [columns], as what follows
-  const int32_t* offsets = nullptr;
-  const float* bias = nullptr;  ///< Null: none.
-  float* out = nullptr;         ///< Rows of `columns`, `out_stride` apart.
+  const int32_t* offsets = nullptr;   ///< Null: none.
+  const float* bias = nullptr;        ///< Null: none.
+  float* out = nullptr;               ///< Rows of `columns`, `out_stride` apart.
   int64_t out_stride = 0;
   float* tops = nullptr;         ///< Unless null: each row's greatest, `tops_stride` apart ...
   float* sums_of_exp = nullptr;  ///< ... and, unless null, its sum of exp(x - greatest). Null:
@@ -196,11 +211,11 @@ struct Int8Tile {
 
 /// Of 8-bit matrices. Every table gives the same bits, but for sums of exponentials.
 struct Int8Loops {
-  /// out[i] = 128 + rint(x[i] * (127 / max |x|)), ties to even; returns the scale: max |x| / 127, or 0 (and all 128)
-  /// if nothing is above 1e-36, or NaN (and all 128) if a number is not finite.
-  float (*quantize)(const float* x, int64_t n, uint8_t* out);
-  /// sums [R, kInt8Columns] = rows [R, depth] * block; depth is a multiple of 4.
-  void (*product)(const uint8_t* rows, int64_t num_rows, int64_t depth, const int8_t* block,
+  /// out[i] = rint(x[i] * (127 / max |x|)), ties to even; returns the scale: max |x| / 127, or 0 (and all 0) if
+  /// nothing is above 1e-36, or NaN (and all 0) if a number is not finite.
+  float (*quantize)(const float* x, int64_t n, int8_t* out);
+  /// sums [R, kInt8Columns] = rows [R, depth] * block; depth is a multiple of 4, no row has -128.
+  void (*product)(const int8_t* rows, int64_t num_rows, int64_t depth, const int8_t* block,
                   int32_t* sums);
   /// The product of the two scales is rounded, then the whole.
   void (*scale)(const Int8Tile& tile);
@@ -213,6 +228,7 @@ struct Loops {
   LoopsOf<float> f32;
   LoopsOf<double> f64;
   LoopsOf<BFloat16Bits> bf16;
+  void (*packed_product)(const PackedProduct& product);
   Int8Loops int8;
 };
 
