@@ -839,7 +839,8 @@ void LogProbs::read_answers(const at::Tensor& scores_NV, const Questions& questi
   const at::Tensor chosen = std::get<1>(rank.topk(count, 1));
   const at::Tensor first = top.narrow(1, 0, 1);
   const at::Tensor log_sums =
-      at::log(at::exp(scores - first).sum(1, /*keepdim=*/true).to(at::kDouble)) + first;
+      at::log(at::exp(scores - first).sum(1, /*keepdim=*/true).to(at::kDouble)) + first +
+      scores.amin(1, /*keepdim=*/true) * 0;  // NaN for infinity downwards
   answers_ = at::cat({log_sums, scores.narrow(1, column_, 1).to(at::kDouble),
                       scores.gather(1, chosen).to(at::kDouble), chosen.to(at::kDouble)},
                      1)

@@ -50,7 +50,8 @@ at::Tensor in_blocks(const at::Tensor& weight) {
 
 }  // namespace
 
-Prepacked::Prepacked(const at::Tensor& weight) : weight_(weight), out_(weight.size(0)) {
+Prepacked::Prepacked(const at::Tensor& weight)
+    : weight_(weight), options_(weight.options()), in_(weight.size(1)), out_(weight.size(0)) {
   const auto type = weight.scalar_type();
   const bool has_onednn =
       at::globalContext().hasMKLDNN() && at::globalContext().userEnabledMkldnn();
@@ -75,10 +76,7 @@ at::Tensor Prepacked::product(const at::Tensor& x, const at::Tensor& bias) const
 }
 
 at::Tensor Prepacked::product_of_blocks(const at::Tensor& x, const at::Tensor& bias) const {
-  const int64_t in = weight_.size(1);
-  TORCH_CHECK_VALUE(x.is_cpu() && x.scalar_type() == at::kFloat && x.size(1) == in,
-                    "a product: expected float32 rows of ", in, " on the CPU, got ", x.toString(),
-                    " ", x.sizes());
+  const int64_t in = in_;
   const at::Tensor rows = x.contiguous();
   const at::Tensor added = at::zeros({weight_.size(0) * kPackedColumns}, at::kFloat);
   if (bias.defined()) added.narrow(0, 0, out_).copy_(bias);
@@ -103,7 +101,21 @@ at::Tensor Prepacked::product_of_blocks(const at::Tensor& x, const at::Tensor& b
   return out;
 }
 
+void Prepacked::check(const at::Tensor& x, const at::Tensor& bias) const {
+  const auto fits = [&](const at::Tensor& t) {
+    return t.scalar_type() == options_.dtype().toScalarType() && t.device() == options_.device();
+  };
+  TORCH_CHECK_VALUE(fits(x) && x.dim() > 0 && x.size(-1) == in_, "a product: expected rows of ",
+                    in_, " ", options_.dtype(), " on ", options_.device(), ", got ", x.toString(),
+                    " ", x.sizes(), " on ", x.device());
+  TORCH_CHECK_VALUE(!bias.defined() || (fits(bias) && bias.sizes() == at::IntArrayRef({out_})),
+                    "a product: expected a bias of ", out_, " ", options_.dtype(), " on ",
+                    options_.device(), ", got ", bias.defined() ? bias.toString() : "none", " ",
+                    bias.defined() ? bias.sizes() : at::IntArrayRef());
+}
+
 at::Tensor Prepacked::multiply(const at::Tensor& x, const at::Tensor& bias) const {
+  check(x, bias);
   const at::Tensor rows = x.reshape({-1, x.size(-1)});
   auto shape = x.sizes().vec();
   shape.back() = out_;

@@ -21,13 +21,15 @@ class Prepacked {
   at::Tensor multiply(const at::Tensor& x, const at::Tensor& bias) const;
 
  private:
+  void check(const at::Tensor& x, const at::Tensor& bias) const;
   at::Tensor product(const at::Tensor& x, const at::Tensor& bias) const;
   at::Tensor product_of_blocks(const at::Tensor& x, const at::Tensor& bias) const;
 
   enum class Form { kGiven, kOneDnn, kBlocks };
   Form form_ = Form::kGiven;
   at::Tensor weight_;  // kBlocks: [blocks of outputs, in, kPackedColumns], with 0 behind the last
-  int64_t out_ = 0;
+  at::TensorOptions options_;  // of the weight that was given
+  int64_t in_ = 0, out_ = 0;
 };
 
 }  // namespace cohort::nmt

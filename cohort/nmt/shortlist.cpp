@@ -13,11 +13,12 @@ constexpr int32_t kSpecialPieces = 4;
 Shortlist::Shortlist(const LexicalTable& table, const ShortlistOptions& options)
     : offsets_{0}, target_pieces_(table.target_pieces), joined_(table.joined) {
   for (int32_t piece = 0; piece < kSpecialPieces; ++piece) always_.push_back(piece);
-  const auto first = std::min(options.first, std::ssize(table.frequent));
+  const auto first = std::clamp<int64_t>(options.first, 0, std::ssize(table.frequent));
   always_.insert(always_.end(), table.frequent.begin(), table.frequent.begin() + first);
   for (size_t source = 0; source + 1 < table.offsets.size(); ++source) {
     const int64_t begin = table.offsets[source];
-    const int64_t end = std::min(table.offsets[source + 1], begin + options.best);
+    const int64_t end =
+        begin + std::clamp<int64_t>(options.best, 0, table.offsets[source + 1] - begin);
     for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
       if (static_cast<double>(table.probabilities[i]) >= options.prune)
         targets_.push_back(table.targets[i]);

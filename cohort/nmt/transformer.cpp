@@ -107,6 +107,17 @@ SeenRows see_sentences(const at::Tensor& kv_BSE, const at::Tensor& lengths_B, in
   return seen;
 }
 
+// The lengths of so many sentences, each in [1, longest], in one piece.
+at::Tensor checked_lengths(const char* name, const at::Tensor& lengths_B, int64_t sentences,
+                           int64_t longest) {
+  TORCH_CHECK_VALUE(
+      lengths_B.scalar_type() == at::kLong && lengths_B.sizes() == at::IntArrayRef({sentences}),
+      name, ": expected int64 lengths of ", sentences, " sentences, got ", lengths_B.toString(),
+      " ", lengths_B.sizes());
+  check_range(name, lengths_B, 1, longest);
+  return lengths_B.contiguous();
+}
+
 // Which elements of [B, longest] belong to sentences.
 at::Tensor rows_of_sentences(const at::Tensor& lengths_B, int64_t longest) {
   const at::Tensor position = at::arange(longest, lengths_B.options());
@@ -173,11 +184,12 @@ const ProjectionImpl::Part& ProjectionImpl::packed(int64_t first, int64_t count)
   const std::lock_guard lock(mutex_);
   const auto same = [&](const Part& part) { return part.first == first && part.count == count; };
   const auto found = std::ranges::find_if(parts_, same);
+  const int64_t version = weight.is_inference() ? 0 : static_cast<int64_t>(weight._version());
   if (found != parts_.end() && found->data == weight.const_data_ptr() &&
-      found->version == weight._version())
+      found->version == version && found->gradients == context_->gradients)
     return *found;
   parts_.remove_if(same);
-  Part part{first, count, weight.const_data_ptr(), weight._version(), {}, {}};
+  Part part{first, count, weight.const_data_ptr(), version, context_->gradients, {}, {}};
   if (context_->precision == Precision::kInt8) {
     part.whole = Int8Matrix({weight, weight_scale});
   } else {
@@ -605,11 +617,13 @@ std::vector<torch::nn::Module*> TransformerImpl::layers() {
 }
 
 at::Tensor TransformerImpl::encode(const at::Tensor& source_BS, const at::Tensor& lengths_B) {
-  return encode_rows(source_BS, {.lengths_B = lengths_B, .longest = source_BS.size(1)});
+  return encode_rows(source_BS, {.lengths_B = checked_lengths("source lengths", lengths_B,
+                                                              source_BS.size(0), source_BS.size(1)),
+                                 .longest = source_BS.size(1)});
 }
 
 at::Tensor TransformerImpl::encode_rows(const at::Tensor& source_BS, const SentenceRows& rows) {
-  check_range("source lengths", rows.lengths_B, 1, source_BS.size(1));
+  if (at::GradMode::is_enabled()) ++context_->gradients;
   check_range("source ids", source_BS, 0, options_.dim_vocab_source - 1);
   at::Tensor x = embed(Side::kSource, source_BS, 0, rows);
   for (EncoderLayer& layer : encoder_) {
@@ -621,10 +635,13 @@ at::Tensor TransformerImpl::encode_rows(const at::Tensor& source_BS, const Sente
 }
 
 std::pair<at::Tensor, at::Tensor> TransformerImpl::labelled_states(const Batch& batch) {
-  check_range("target lengths", batch.target_lengths_B, 1, batch.input_BT.size(1));
   check_range("target ids", batch.input_BT, 0, options_.dim_vocab_target - 1);
-  SentenceRows source{.lengths_B = batch.source_lengths_B, .longest = batch.source_BS.size(1)};
-  SentenceRows target{.lengths_B = batch.target_lengths_B, .longest = batch.input_BT.size(1)};
+  const auto rows_of = [](const char* name, const at::Tensor& lengths_B, const at::Tensor& ids) {
+    return SentenceRows{.lengths_B = checked_lengths(name, lengths_B, ids.size(0), ids.size(1)),
+                        .longest = ids.size(1)};
+  };
+  SentenceRows source = rows_of("source lengths", batch.source_lengths_B, batch.source_BS);
+  SentenceRows target = rows_of("target lengths", batch.target_lengths_B, batch.input_BT);
   const at::Tensor rows = batch.label_rows();
   if (at::GradMode::is_enabled() && takes_packed_rows(batch.input_BT)) {
     source.elements_N = rows_of_sentences(source.lengths_B, source.longest);
@@ -697,7 +714,8 @@ DecoderState TransformerImpl::begin_decoding(const at::Tensor& memory_BSD,
   DecoderState state;
   for (auto& layer : decoder_) state.memory.push_back(layer->project_memory(memory_BSD));
   state.past.resize(decoder_.size());
-  state.source_lengths_B = lengths_B.contiguous();
+  state.source_lengths_B =
+      checked_lengths("source lengths", lengths_B, memory_BSD.size(0), memory_BSD.size(1));
   for (int64_t b = 0; b < memory_BSD.size(0); ++b) state.paths.push_back({.sentence = b});
   return state;
 }

@@ -62,6 +62,7 @@ struct LayerContext {
   double dropout = 0;
   DropoutStream stream;
   c10::Device device = c10::kCPU;  ///< Where parameters are made.
+  int64_t gradients = 0;  ///< Forwards for gradients, behind which an optimizer may change weights.
   std::shared_ptr<const TensorParallelContext> tensor_parallel =
       std::make_shared<TensorParallelContext>();
 };
@@ -93,7 +94,8 @@ class ChosenRows {
 };
 
 /// y = x W^T (+ b) in the context's compute type; W and b stay in their own. Inference (evaluation
-/// mode without gradients) keeps W prepacked until it changes or the module is trained.
+/// mode without gradients) keeps W prepacked until it changes, or the module is trained or computes
+/// with gradients. A change through data() alone is not seen.
 ///
 /// In an int8 model W is a buffer of 8-bit rows, "weight", with the buffer "weight_scale" (Int8Rows), and
 /// there is only inference: c10::ValueError from everything else.
@@ -122,6 +124,7 @@ class ProjectionImpl : public torch::nn::Module {
     int64_t first = 0, count = 0;
     const void* data = nullptr;
     int64_t version = 0;
+    int64_t gradients = 0;
     Prepacked rows;
     Int8Matrix whole;  // instead of them in an int8 model, whatever rows are asked for
   };

@@ -166,7 +166,8 @@ TEST(LogProbsTest, TheGreatestAreASortsFirst) {
 
 TEST(LogProbsTest, ScoresThatAreNotFiniteAreRefused) {
   for (const auto type : {at::kFloat, at::kBFloat16, at::kDouble}) {
-    for (const double bad : {std::nan(""), std::numeric_limits<double>::infinity()}) {
+    for (const double bad : {std::nan(""), std::numeric_limits<double>::infinity(),
+                             -std::numeric_limits<double>::infinity()}) {
       at::Tensor scores = at::randn({3, 600}).to(type);
       scores[1][511] = bad;
       EXPECT_THROW(LogProbs{scores}, c10::Error);
@@ -244,9 +245,13 @@ TEST(PrepackedTest, InEveryTableEqualsAtensLinear) {
 
 TEST(PrepackedTest, RowsOfAnotherSizeOrTypeAreRefused) {
   const Prepacked weight(at::ones({5, 4}));
-  EXPECT_THROW(weight.multiply(at::ones({2, 3}), {}), c10::Error);
-  EXPECT_THROW(weight.multiply(at::ones({2, 4}, at::kDouble), {}), c10::Error);
-  EXPECT_THROW(weight.multiply(at::ones({2, 4}), at::ones({6})), c10::Error);
+  EXPECT_THROW(weight.multiply(at::ones({2, 3}), {}), c10::ValueError);
+  EXPECT_THROW(weight.multiply(at::ones({0, 3}), {}), c10::ValueError);
+  EXPECT_THROW(weight.multiply(at::ones({}), {}), c10::ValueError);
+  EXPECT_THROW(weight.multiply(at::ones({2, 4}, at::kDouble), {}), c10::ValueError);
+  EXPECT_THROW(weight.multiply(at::ones({2, 4}), at::ones({6})), c10::ValueError);
+  EXPECT_THROW(weight.multiply(at::ones({2, 4}), at::ones({1})), c10::ValueError);
+  EXPECT_THROW(weight.multiply(at::ones({2, 4}), at::ones({5}, at::kDouble)), c10::ValueError);
 }
 
 // Widths that fill no whole registers, and more elements than one thread takes.

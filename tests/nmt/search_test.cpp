@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 #include <limits>
+#include <torch/optim/sgd.h>
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
@@ -409,6 +410,44 @@ TEST(SamplingTest, BadOptionsAreNamed) {
   EXPECT_THROW(validate(SamplingOptions{.topp = 0}), ConfigError);
   EXPECT_THROW(validate(SamplingOptions{.topp = 1.5}), ConfigError);
   EXPECT_THROW(validate(SamplingOptions{.temperature = 0}), ConfigError);
+}
+
+// Optimizers write through data(), which leaves a tensor's version as it was.
+TEST(SearchTest, AnOptimizersStepInEvaluationModeIsSeen) {
+  const auto batch = test::make_test_batch(test::make_sentences(4, 3));
+  Transformer model(test::tiny_options()), fresh(test::tiny_options());
+  model->initialise(3);
+  model->eval();
+  fresh->eval();
+  const auto best = [&](Transformer& of) {
+    const at::NoGradGuard no_grad;
+    return search(of, batch.source_BS, batch.source_lengths_B)[0][0].log_prob;
+  };
+  const double before = best(model);
+  torch::optim::SGD sgd(model->parameters(), 0.1);
+  std::get<0>(model->forward(batch)).backward();
+  sgd.step();
+  const auto learnt = model->named_parameters();
+  for (auto& item : fresh->named_parameters()) {
+    const at::NoGradGuard no_grad;
+    item.value().copy_(learnt[item.key()]);
+  }
+  EXPECT_NE(best(model), before);
+  EXPECT_EQ(best(model), best(fresh));
+}
+
+TEST(SearchTest, RunsInInferenceMode) {
+  const auto batch = test::make_test_batch(test::make_sentences(2, 3));
+  const auto best = [&] {
+    Transformer model(test::tiny_options());
+    model->initialise(3);
+    model->eval();
+    const at::NoGradGuard no_grad;
+    return search(model, batch.source_BS, batch.source_lengths_B)[0][0].log_prob;
+  };
+  const double expected = best();
+  const c10::InferenceMode inference;
+  EXPECT_EQ(best(), expected);
 }
 
 }  // namespace search_test

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <gtest/gtest.h>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -40,6 +41,10 @@ TEST(ShortlistTest, CandidatesAreSpecialFrequentAndLikelyPieces) {
   EXPECT_EQ(Shortlist(table, {.first = 0, .best = 100, .prune = 0.25}).candidates(source),
             (Pieces{0, 1, 2, 3, 6, 7, 9}));
   EXPECT_EQ(Shortlist(table, {.first = 0, .best = 0}).candidates(source), (Pieces{0, 1, 2, 3}));
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  EXPECT_EQ(Shortlist(table, {.first = kMost, .best = kMost, .prune = 0}).candidates(source),
+            (Pieces{0, 1, 2, 3, 6, 7, 8, 9, 10, 11}));
+  EXPECT_EQ(Shortlist(table, {.first = -1, .best = -1}).candidates(source), (Pieces{0, 1, 2, 3}));
   LexicalTable joined = table;
   joined.joined = true;
   EXPECT_EQ(Shortlist(joined, {.first = 0, .best = 0}).candidates(source),

@@ -379,6 +379,21 @@ TEST(TransformerTest, IdsAndLengthsOutOfRangeAreRefused) {
             "decode_step: tokens: expected 0 to 39, got -1");
 }
 
+TEST(TransformerTest, LengthsMayBeAColumnAndMustBeAsManyAsSentences) {
+  const at::NoGradGuard no_grad;
+  Transformer model(test::tiny_options());
+  model->eval();
+  const auto batch = test::make_test_batch(test::make_sentences(5, 3));
+  const at::Tensor lengths = batch.source_lengths_B;
+  const at::Tensor column = at::stack({lengths, at::ones_like(lengths)}, 1).select(1, 0);
+  const at::Tensor memory = model->encode(batch.source_BS, lengths);
+  EXPECT_TRUE(at::equal(model->encode(batch.source_BS, column), memory));
+  for (const at::Tensor& other : {lengths.narrow(0, 0, 4), lengths.to(at::kInt), lengths + 100}) {
+    EXPECT_THROW(model->encode(batch.source_BS, other), c10::ValueError);
+    EXPECT_THROW(model->begin_decoding(memory, other), c10::ValueError);
+  }
+}
+
 TEST(TransformerTest, ItLearnsToCopy) {
   Transformer model(test::tiny_options());
   torch::optim::Adam adam(model->parameters(), torch::optim::AdamOptions(5e-3));

@@ -431,9 +431,13 @@ double log_sum_exp(const T* row, int64_t columns, typename Math<T>::Acc* tops) {
     tops[first / kTopColumns] = highest;
     top = highest > top ? highest : top;
   }
+  // Infinity downwards leaves no trace in the sum. Its product with 0 is NaN.
   Acc sum = 0;
 #pragma omp simd reduction(+ : sum)
-  for (int64_t c = 0; c < columns; ++c) sum += exponential(M::load(row[c]) - top);
+  for (int64_t c = 0; c < columns; ++c) {
+    const Acc value = M::load(row[c]);
+    sum += exponential(value - top) + value * 0;
+  }
   return logarithm(static_cast<double>(sum)) + static_cast<double>(top);
 }
 
@@ -550,7 +554,7 @@ void scale(const Int8Tile& tile) {
     tile.tops[r * tile.tops_stride] = top;
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t c = 0; c < tile.columns; ++c) sum += exponential(out[c] - top);
+    for (int64_t c = 0; c < tile.columns; ++c) sum += exponential(out[c] - top) + out[c] * 0;
     tile.sums_of_exp[r * tile.tops_stride] = sum;
   }
 }
