@@ -294,6 +294,9 @@ void read_words(const Words& words, RunOptions& options) {
   if (words.standalone && (options.elastic() || options.nnodes.max != 1)) {
     throw ConfigError("--standalone: expected one node and no --rdzv-endpoint, got more");
   }
+  // One node that listens on any free port meets nobody: that is what --standalone means.
+  if (options.nnodes.max == 1 && options.rdzv_endpoint.ends_with(":0"))
+    options.rdzv_endpoint.clear();
 }
 
 void take_trainers(const Words& words, RunOptions& options) {

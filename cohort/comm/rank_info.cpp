@@ -294,7 +294,8 @@ RankInfo rank_info_from_endpoints(const std::vector<std::string>& endpoints, int
   for (const std::string& endpoint : endpoints) {
     const size_t colon = endpoint.rfind(':');
     if (colon == std::string::npos) refuse("expected host:port,host:port");
-    hosts.push_back(endpoint.substr(0, colon));
+    const bool bracketed = endpoint.starts_with("[") && colon > 1 && endpoint[colon - 1] == ']';
+    hosts.push_back(bracketed ? endpoint.substr(1, colon - 2) : endpoint.substr(0, colon));
     if (hosts.size() > 1) continue;
     const char* const begin = endpoint.data() + colon + 1;
     const char* const end = endpoint.data() + endpoint.size();

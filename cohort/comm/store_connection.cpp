@@ -31,6 +31,13 @@ std::string job_secret() {
 Fd listening_socket(const RankInfo& info) {
   if (!info.store_fd) return Fd(listen_on(info.master_port, info.master_addr));
   const int fd = *info.store_fd;
+  if (::fcntl(fd, F_GETFD) < 0) {
+    throw ConfigError(
+        "COHORT_STORE_FD=" + std::to_string(fd) +
+        ": expected the launcher's socket, got a closed descriptor: a program between "
+        "the launcher and this one has closed it. Let it pass it on (in Python: "
+        "pass_fds), or start this one without it");
+  }
   if (port_of(fd) != info.master_port) {
     throw ConfigError(
         "COHORT_STORE_FD=" + std::to_string(fd) + ": expected a socket bound to MASTER_PORT=" +

@@ -55,7 +55,11 @@ Endpoint parse_endpoint(const std::string& text) {
       good = text[colon] == ':' && endpoint.port > 0 && endpoint.port <= 65535;
     }
   }
-  if (!good) throw ConfigError("--rdzv-endpoint: expected host:port, got " + text);
+  if (!bracketed && endpoint.host.find(':') != std::string::npos)
+    throw ConfigError("--rdzv-endpoint: expected [ADDRESS]:PORT for IPv6, got " + text);
+  if (!good)
+    throw ConfigError("--rdzv-endpoint: expected host:port with a port from 1 to 65535, got " +
+                      text);
   return endpoint;
 }
 

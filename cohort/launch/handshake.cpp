@@ -32,7 +32,8 @@ std::string line_of(const Hello& hello) {
                   {"received", hello.received},
                   {"id", hello.id},
                   {"nnodes", hello.nnodes},
-                  {"max_restarts", hello.max_restarts}});
+                  {"max_restarts", hello.max_restarts},
+                  {"keep_alive_ms", hello.keep_alive.count()}});
 }
 
 std::string line_of(const Welcome& welcome) {
@@ -59,6 +60,7 @@ Hello parse_hello(const std::string& line) {
   hello.id = message.at("id");
   hello.nnodes = message.at("nnodes");
   hello.max_restarts = JsonField(message, "max_restarts");
+  hello.keep_alive = std::chrono::milliseconds(JsonField(message, "keep_alive_ms"));
   return hello;
 }
 

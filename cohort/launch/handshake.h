@@ -2,9 +2,10 @@
 // The handshake of a launcher and the rendezvous server: each proves that it has the job's secret
 // and sends the number of the last message received.
 //
-//   server       {"kind": "challenge", "version": 5, "nonce": "..."}
-//   node         {"kind": "hello", "version": 5, "node": "...", "session": 1, "nonce": "...",
-//                 "proof": "...", "received": 0, "id": "job", "nnodes": "1:3", "max_restarts": 0}
+//   server       {"kind": "challenge", "version": 6, "nonce": "..."}
+//   node         {"kind": "hello", "version": 6, "node": "...", "session": 1, "nonce": "...",
+//                 "proof": "...", "received": 0, "id": "job", "nnodes": "1:3", "max_restarts": 0,
+//                 "keep_alive_ms": 5000}
 //   server       {"kind": "welcome", "proof": "...", "received": 0, "known": false}
 //            or  {"kind": "end", "code": 2, "why": "..."}
 //
@@ -12,12 +13,13 @@
 // Without --rdzv-secret-file the secret is empty: every launcher with the same --rdzv-id is
 // accepted and receives the secret of the job's store.
 #pragma once
+#include <chrono>
 #include <cstdint>
 #include <string>
 
 namespace cohort::launch {
 
-inline constexpr int kProtocolVersion = 5;
+inline constexpr int kProtocolVersion = 6;
 
 /// A node's first message.
 struct Hello {
@@ -30,6 +32,7 @@ struct Hello {
   std::string id;        ///< Settings of the job, which all nodes have in common.
   std::string nnodes;
   int max_restarts = 0;
+  std::chrono::milliseconds keep_alive{0};  ///< KeepAlive::interval.
 };
 
 /// The rendezvous server's reply.

@@ -41,6 +41,7 @@ RendezvousClient::RendezvousClient(const Endpoint& endpoint, const RunOptions& o
   hello_.id = options_.rdzv_id;
   hello_.nnodes = options_.nnodes.text();
   hello_.max_restarts = options_.max_restarts;
+  hello_.keep_alive = options_.keep_alive.interval;
   begin_session();
 }
 
@@ -123,7 +124,7 @@ void RendezvousClient::handle_handshake(const std::string& line) {
     const json message = json::parse(line);
     const std::string kind = message.at("kind");
     if (kind == "end") {
-      pending_ = end(JsonField(message, "code"), printable(message.at("why")));
+      reject(printable(message.at("why")));
     } else if (kind == "challenge" && challenge_.empty()) {
       challenge_ = message.at("nonce");
       hello_.nonce = random_hex(16);
@@ -140,6 +141,14 @@ void RendezvousClient::handle_handshake(const std::string& line) {
   } catch (const json::exception&) {
     pending_ = end_lost("sent a message that is not part of the protocol");
   }
+}
+
+// Whoever says that has not proved to know the secret: it decides no exit code, and ends no workers.
+void RendezvousClient::reject(const std::string& why) {
+  if (was_welcomed_) return line_.close();
+  pending_ = end(
+      kExitUsage,
+      why.empty() ? "the rendezvous server at " + endpoint_.text() + " rejected this node" : why);
 }
 
 void RendezvousClient::on_welcome(const Welcome& welcome) {
@@ -169,6 +178,7 @@ void RendezvousClient::poll_channel() {
   const auto now = Clock::now();
   if (now - channel_.last_byte_at() > options_.keep_alive.interval) channel_.disconnect();
   if (!channel_.connected()) return on_disconnect();
+  lost_since_ = now;  // A message that is not one, or one that is sent, closes it elsewhere.
   if (now < heartbeat_at_) return;
   heartbeat_at_ = now + options_.keep_alive.heartbeat_interval();
   channel_.send_heartbeat();

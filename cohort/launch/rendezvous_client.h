@@ -62,6 +62,7 @@ class RendezvousClient {
   void connect();
   void poll_handshake();
   void handle_handshake(const std::string& line);
+  void reject(const std::string& why);
   void on_welcome(const Welcome& welcome);
   void poll_channel();
   void begin_session();

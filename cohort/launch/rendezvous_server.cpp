@@ -123,14 +123,18 @@ std::string RendezvousServer::rejection_reason(const PendingConnection& connecti
   };
   if (hello.id != options_.rdzv_id) return differs("--rdzv-id", options_.rdzv_id, hello.id);
   std::string rejection;
-  if (hello.nnodes != options_.nnodes.text()) {
-    rejection = differs("--nnodes", options_.nnodes.text(), hello.nnodes);
-  }
-  if (hello.max_restarts != options_.max_restarts) {
-    rejection += (rejection.empty() ? "" : "; ") + differs("--max-restarts",
-                                                           std::to_string(options_.max_restarts),
-                                                           std::to_string(hello.max_restarts));
-  }
+  const auto compare = [&](const std::string& flag, const std::string& ours,
+                           const std::string& theirs) {
+    if (ours != theirs) rejection += (rejection.empty() ? "" : "; ") + differs(flag, ours, theirs);
+  };
+  compare("--nnodes", options_.nnodes.text(), hello.nnodes);
+  compare("--max-restarts", std::to_string(options_.max_restarts),
+          std::to_string(hello.max_restarts));
+  const auto milliseconds_of = [](milliseconds time) {
+    return std::to_string(time.count()) + " ms";
+  };
+  compare("--rdzv-conf keep_alive_interval", milliseconds_of(options_.keep_alive.interval),
+          milliseconds_of(hello.keep_alive));
   return rejection.empty() ? "" : rejection + ": start every node of the job with the same values";
 }
 

@@ -20,6 +20,7 @@
 #include "cohort/comm/listen.h"
 
 #include "tests/support/loopback.h"
+#include "tests/support/message_of.h"
 #include "tests/support/named_in_time.h"
 #include "tests/support/ranks.h"
 #include "tests/support/shell.h"
@@ -62,6 +63,19 @@ TEST(ProcessGroupTest, ProgramsThatRank0StartsDoNotInheritTheStoresSocket) {
     }
     group.barrier("end");
   });
+}
+
+// As Python's subprocess does by default, and sudo.
+TEST(ProcessGroupTest, AProgramThatClosesTheLaunchersSocketIsNamed) {
+  const RankInfo info{.rank = 0,
+                      .world_size = 2,
+                      .master_addr = "127.0.0.1",
+                      .master_port = 29'500,
+                      .store_fd = 900};
+  const std::string text = test::message_of<ConfigError>([&] { const ProcessGroup group(info); });
+  EXPECT_NE(text.find("COHORT_STORE_FD=900: expected the launcher's socket, got a closed"),
+            std::string::npos)
+      << text;
 }
 
 // Gloo writes to the sockets of ranks that may have just ended.

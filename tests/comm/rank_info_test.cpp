@@ -203,6 +203,8 @@ TEST(RankInfoTest, AmongEndpointsTheFirstIsTheStores) {
   EXPECT_EQ(info.rank, 2);
   EXPECT_EQ(info.world_size, 3);
   EXPECT_EQ(info.local_rank, 1);
+  EXPECT_EQ(rank_info_from_endpoints({"[::1]:7000", "[::1]:7001"}, 1).master_addr, "::1");
+  EXPECT_EQ(rank_info_from_endpoints({"[::1]:7000", "[::1]:7001"}, 1).local_rank, 1);
   const auto refusal = [](const std::vector<std::string>& endpoints, int rank) {
     return test::message_of<ConfigError>([&] { rank_info_from_endpoints(endpoints, rank); });
   };

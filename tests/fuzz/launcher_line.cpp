@@ -68,6 +68,7 @@ void shake_hands(const Fd& node, RendezvousServer& server, const char* name) {
   const std::string challenge = nonce_of(receive(node));
   Hello hello{.node = name, .session = 1, .nonce = "n", .id = "none", .nnodes = "1:2"};
   hello.max_restarts = 1;
+  hello.keep_alive = KeepAlive{}.interval;
   hello.proof = proof_of_node("", challenge, hello);
   send(node, line_of(hello) + "\n");
   server.poll();

@@ -546,6 +546,8 @@ TEST_F(ElasticTest, ANodeWithOtherSettingsOfTheJobIsRefused) {
           "--nnodes: expected 1:3, got 1:5; --max-restarts: expected 1, got 4: ");
   refused({"--nnodes", "3", "--max-restarts", "1"}, ": --nnodes: expected 1:3, got 3: ");
   refused({"--nnodes", "1:3"}, ": --max-restarts: expected 1, got 0: ");
+  refused({"--nnodes", "1:3", "--max-restarts", "1", "--rdzv-conf", "keep_alive_interval=100"},
+          "--rdzv-conf keep_alive_interval: expected 5000 ms, got 100000 ms: ");
   first->send(SIGTERM);
   const Ended ended = first->wait();
   EXPECT_EQ(ended.exit_code, 143);

@@ -221,7 +221,8 @@ TEST(EndpointTest, ThePortMayBeLeftOut) {
   EXPECT_EQ(parse_endpoint("node0").text(), "node0:29400");
   EXPECT_EQ(parse_endpoint("10.0.0.1:5000").text(), "10.0.0.1:5000");
   EXPECT_EQ(parse_endpoint("[::1]:5000").host, "::1");
-  for (const char* bad : {"", ":1", "host:", "host:0", "host:65536", "host:1x", "[::1"}) {
+  for (const char* bad :
+       {"", ":1", "host:", "host:0", "host:65536", "host:1x", "[::1", "fd00::1"}) {
     EXPECT_THROW(parse_endpoint(bad), ConfigError) << bad;
   }
 }

@@ -396,6 +396,65 @@ TEST_F(RendezvousServerTest, ARendezvousServerWithoutTheSecretIsRejected) {
   EXPECT_NE(directive->why.find("has a different secret"), std::string::npos) << directive->why;
 }
 
+// Whoever listens there first may say what he likes.
+TEST_F(RendezvousServerTest, AnEndThatNobodyProvedDecidesNothing) {
+  options_.rdzv_timeout = std::chrono::milliseconds(200);
+  options_.rdzv_secret = "one";
+  const Fd listener = listen_here();
+  RendezvousClient client({.host = "127.0.0.1", .port = port_of(listener)}, options_);
+  const auto accept = [&] {
+    Fd peer(::accept(listener.get(), nullptr, nullptr));
+    EXPECT_TRUE(peer);
+    return peer;
+  };
+  const auto say = [](const Fd& peer, const std::string& words) {
+    ASSERT_EQ(::write(peer.get(), words.data(), words.size()), static_cast<ssize_t>(words.size()));
+  };
+  const auto poll_for = [&](int times) {
+    std::optional<Directive> directive;
+    for (int i = 0; i < times && !directive; ++i) {
+      client.poll();
+      directive = client.next();
+      ::usleep(1000);
+    }
+    return directive;
+  };
+  const std::string ends = R"({"kind": "end", "code": 0, "why": ""})"
+                           "\n";
+  client.poll();
+  {
+    RendezvousClient stranger({.host = "127.0.0.1", .port = port_of(listener)}, options_);
+    Fd first = accept();  // of `client`
+    stranger.poll();
+    const Fd impostor = accept();
+    say(impostor, ends);
+    std::optional<Directive> directive;
+    for (int i = 0; i < 1000 && !directive; ++i) {
+      stranger.poll();
+      directive = stranger.next();
+      ::usleep(1000);
+    }
+    ASSERT_TRUE(directive.has_value());
+    EXPECT_EQ(directive->code, 2);
+    EXPECT_NE(directive->why, "");
+    // The other one is welcome. Much later a message is broken: it reconnects, and hears the impostor.
+    say(first, challenge_line("c") + "\n");
+    EXPECT_FALSE(poll_for(20));
+    char line[4096];
+    const ssize_t size = ::read(first.get(), line, sizeof(line));
+    ASSERT_GT(size, 0);
+    const std::string text(line, static_cast<size_t>(size));
+    const Hello hello = parse_hello(text.substr(0, text.find('\n')));
+    say(first, line_of(Welcome{.proof = proof_of_server("one", "c", hello)}) + "\n");
+    EXPECT_FALSE(poll_for(300));
+    say(first, "garbage\n");
+  }
+  EXPECT_FALSE(poll_for(20));
+  const Fd impostor = accept();
+  say(impostor, ends);
+  EXPECT_FALSE(poll_for(20));
+}
+
 TEST(SecretTest, HmacIsRfc4231s) {
   EXPECT_EQ(hmac_sha256("Jefe", "what do ya want for nothing?"),
             "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");

@@ -259,6 +259,15 @@ TEST(RunTest, TorchrunsOtherFlagsAreAccepted) {
       "echo $TORCHELASTIC_RUN_ID $TORCHELASTIC_MAX_RESTARTS "
       "$TORCHELASTIC_RESTART_COUNT $GLOO_SOCKET_IFNAME"));
   EXPECT_EQ(run.wait().out, "job 3 0 lo\n");
+  // For several jobs of one node on a host.
+  Launched any(cohort_run_sh({"--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"},
+                             "echo $WORLD_SIZE"));
+  EXPECT_EQ(any.wait().out, "1\n");
+  Launched several(cohort_run_sh({"--nnodes=2", "--rdzv-endpoint=localhost:0"}, "true"));
+  const Ended ended = several.wait();
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_NE(ended.err.find("a port from 1 to 65535, got localhost:0"), std::string::npos)
+      << ended.err;
 }
 
 TEST(RunTest, Rank0AloneInheritsTheListeningSocketAndNobodyMore) {
