@@ -39,7 +39,9 @@ std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn
 /// Adam without weight decay.
 ///
 /// Owner: holds the parameters and, beside them, 8 bytes per float32 parameter of moments.
-/// Threads: one. Local. A parameter whose gradient is undefined keeps its value and moments.
+/// Threads: one. Local. A parameter whose gradient is undefined keeps its value and moments. Moments are corrected by
+/// the number of all steps. PyTorch counts each parameter's own, so the first update of one that joins late is here
+/// (1 - beta1) / sqrt(1 - beta2) times as large.
 /// Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.
 class Adam {
  public:

@@ -321,6 +321,8 @@ std::vector<at::Tensor> activation_checkpoint(ActivationCheckpointBody body,
   }
   const auto recipe = c10::make_intrusive<Recipe>(std::move(body), inputs.size(), std::move(random),
                                                   std::move(types));
+  // Casts that autocast keeps would be results from outside. They are made again in the body.
+  if (at::autocast::is_autocast_cache_enabled()) at::autocast::clear_cache();
   const uint64_t position = at::sequence_number::peek();
   const Graph graph = run(*recipe, tensors);
   const at::TensorList parameters = at::TensorList(tensors).slice(inputs.size());

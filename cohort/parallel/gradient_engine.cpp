@@ -107,6 +107,7 @@ GradientEngine::GradientEngine(std::shared_ptr<torch::nn::Module> module,
     : impl_(std::make_shared<Impl>(std::move(module), group, options)) {
   Impl& my = *impl_;
   check_options(options, my.model);
+  my.options.ignored = under_every_name(my.model, options.ignored);
   my.select_parameters();
   my.sync_initial_state();
   my.cast_buffers();
@@ -114,9 +115,9 @@ GradientEngine::GradientEngine(std::shared_ptr<torch::nn::Module> module,
   my.watch_gradients();
   for (const NamedTensor& each : my.watched) my.forms.emplace_back(each);
   if (my.options.mixed_precision.param_dtype) {
-    std::vector<at::Tensor> all;
+    std::vector<std::pair<std::string, at::Tensor>> all;
     for (const auto& item : my.model.named_parameters()) {
-      if (!contains(options.ignored, item.key())) all.push_back(item.value());
+      if (!contains(my.options.ignored, item.key())) all.emplace_back(item.key(), item.value());
     }
     my.low_precision.emplace(all, *my.options.mixed_precision.param_dtype);
   }

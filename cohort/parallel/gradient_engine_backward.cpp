@@ -157,8 +157,10 @@ void GradientEngine::Impl::gradient_arrived(size_t index) {
 
 // A gradient that no forward of the wrapper prepared for would silently stay this rank's own.
 void GradientEngine::Impl::check_expected(size_t index) const {
-  const bool averages_now = averages && graph_task == torch::autograd::get_current_graph_task_id();
-  if (last_forward == Forward::kLocal && !averages_now) return;
+  // That of the last forward's outputs. In no_sync() a loss may lie past them, too.
+  const bool of_outputs = graph_task == torch::autograd::get_current_graph_task_id();
+  if (last_forward == Forward::kLocal && !(averages && of_outputs) && (of_outputs || !synchronized))
+    return;
   TORCH_CHECK_VALUE(false, "rank ", group.rank(), ": ", watched[index].name,
                     " got a gradient that is not averaged: expected one backward after each call "
                     "of the wrapper, and its loss from that call's outputs (the module's own "

@@ -93,7 +93,7 @@ struct GradientEngine::Impl : std::enable_shared_from_this<Impl> {
   const std::shared_ptr<torch::nn::Module> owned_model;
   torch::nn::Module& model;
   const comm::ProcessGroup group;
-  const DistributedDataParallelOptions options;
+  DistributedDataParallelOptions options;  // `ignored`: every name of a shared tensor
   std::vector<NamedTensor> bucketed;
   std::optional<DelayedParameters> delayed;
   std::vector<NamedTensor> watched;  // bucketed, then delayed

@@ -46,6 +46,7 @@ std::string describe(const MixedPrecision& types) {
 }
 
 struct LowPrecisionParameters::Swap {
+  std::string name;
   at::Tensor parameter;
   comm::NodePointer accumulator;  // the master's; none for a frozen parameter
   at::Tensor master;              // defined while the parameter is swapped in
@@ -115,14 +116,15 @@ at::Tensor cast_output(const MixedPrecision& types, const at::Tensor& output) {
   return types.output_dtype ? cast_floating(output, *types.output_dtype) : output;
 }
 
-LowPrecisionParameters::LowPrecisionParameters(const std::vector<at::Tensor>& parameters,
-                                               c10::ScalarType type)
+LowPrecisionParameters::LowPrecisionParameters(
+    const std::vector<std::pair<std::string, at::Tensor>>& parameters, c10::ScalarType type)
     : type_(type), swaps_(std::make_shared<Swaps>()) {
   std::unordered_set<c10::TensorImpl*> seen;
-  for (const at::Tensor& parameter : parameters) {
+  for (const auto& [name, parameter] : parameters) {
     if (!parameter.is_floating_point() || parameter.scalar_type() == type) continue;
     if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
     auto swap = std::make_shared<Swap>();
+    swap->name = name;
     swap->parameter = parameter;
     if (parameter.requires_grad())
       swap->accumulator = torch::autograd::impl::grad_accumulator(parameter);
@@ -136,8 +138,16 @@ LowPrecisionParameters::~LowPrecisionParameters() {
 
 void LowPrecisionParameters::swap_in() {
   for (const auto& swap : swaps_->all) {
-    if (swap->master.defined()) continue;
     const at::NoGradGuard no_grad;
+    if (swap->master.defined()) {
+      // Optimizers write through data(), which leaves a tensor's version as it was.
+      const at::Tensor cast = swap->master.to(type_);
+      TORCH_CHECK_VALUE(!cast.ne(swap->parameter).logical_and_(cast.eq(cast)).any().item<bool>(),
+                        swap->name, " was changed while in ", c10::toString(type_),
+                        ", after a forward without a backward: expected a backward, or forwards "
+                        "without gradients, before an optimizer's step");
+      continue;
+    }
     const at::Tensor& parameter = swap->parameter;
     swap->master = parameter.detach();
     parameter.set_data(swap->master.to(type_));

@@ -27,15 +27,18 @@ namespace cohort::parallel {
 /// Threads: one. Local. One backward per forward; a retained graph cannot run a second time.
 class LowPrecisionParameters {
  public:
-  /// `parameters`: leaves; those not of floating point are left alone, and one that is listed twice
+  /// `parameters`: leaves, with their names; those not of floating point are left alone, and one that is listed twice
   /// is swapped once. `type`: a floating-point type.
-  LowPrecisionParameters(const std::vector<at::Tensor>& parameters, c10::ScalarType type);
+  LowPrecisionParameters(const std::vector<std::pair<std::string, at::Tensor>>& parameters,
+                         c10::ScalarType type);
   /// Swaps out.
   ~LowPrecisionParameters();
   LowPrecisionParameters(const LowPrecisionParameters&) = delete;
   LowPrecisionParameters& operator=(const LowPrecisionParameters&) = delete;
 
   /// Casts the master data. A parameter that is swapped in already stays as it is.
+  /// Errors: c10::ValueError naming one that was written while it was swapped in: its next swap_out would
+  ///         undo that.
   void swap_in();
   /// Puts back the master data of what is still swapped in.
   void swap_out();

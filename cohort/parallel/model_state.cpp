@@ -174,6 +174,20 @@ std::vector<NamedTensor> model_buffers(const torch::nn::Module& model,
   return found;
 }
 
+std::vector<std::string> under_every_name(const torch::nn::Module& model,
+                                          const std::vector<std::string>& names) {
+  std::vector<std::pair<std::string, at::Tensor>> all;
+  for (const auto& item : model.named_parameters()) all.emplace_back(item.key(), item.value());
+  for (const auto& item : model.named_buffers()) all.emplace_back(item.key(), item.value());
+  std::unordered_set<c10::TensorImpl*> meant;
+  for (const auto& [name, tensor] : all)
+    if (contains(names, name)) meant.insert(tensor.unsafeGetTensorImpl());
+  std::vector<std::string> every;
+  for (const auto& [name, tensor] : all)
+    if (meant.contains(tensor.unsafeGetTensorImpl())) every.push_back(name);
+  return every;
+}
+
 at::Tensor alias_of(const at::Tensor& view) {
   return at::empty({0}, view.options())
       .set_(view.storage(), view.storage_offset(), view.sizes(), view.strides());

@@ -60,6 +60,10 @@ std::vector<std::vector<size_t>> indices_of(const char* option,
                                             const std::vector<std::vector<std::string>>& lists,
                                             const std::vector<NamedTensor>& parameters);
 
+/// Returns every name that a parameter or buffer of `model` has which is one of `names`, also those of a shared one.
+std::vector<std::string> under_every_name(const torch::nn::Module& model,
+                                          const std::vector<std::string>& names);
+
 /// Returns the model's buffers in registration order: the tensors themselves, which follow when
 /// their storage is replaced.
 std::vector<NamedTensor> model_buffers(const torch::nn::Module& model,

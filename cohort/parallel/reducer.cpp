@@ -107,7 +107,7 @@ class Reducer::HookAdapter : public c10d::CommHookInterface {
     const std::string label = "comm_hook bucket " + std::to_string(index);
     const ProfileScope scope(label);
     return hook_(group_, {.index = static_cast<int64_t>(index),
-                          .is_last = index + 1 == all.size(),
+                          .is_last = reducer_.is_last_sent(index),
                           .buffer = buffer,
                           .gradients = buffer.is_sparse() ? std::vector<at::Tensor>{buffer}
                                                           : bucket.getGradients(),
@@ -139,6 +139,16 @@ void Reducer::carry_by(CommHook hook, const comm::ProcessGroup& group) {
 bool Reducer::is_unused(size_t index) const {
   return std::find(unused_parameters_.begin(), unused_parameters_.end(), index) !=
          unused_parameters_.end();
+}
+
+bool Reducer::is_last_sent(size_t bucket) const {
+  const auto is_skipped = [this](const c10d::Reducer::Bucket& other) {
+    return skip_all_reduce_unused_params_ &&
+           std::ranges::all_of(other.variable_indices,
+                               [this](size_t index) { return is_unused(index); });
+  };
+  return std::all_of(buckets_.begin() + static_cast<std::ptrdiff_t>(bucket) + 1, buckets_.end(),
+                     is_skipped);
 }
 
 bool Reducer::awaits(size_t index) const {

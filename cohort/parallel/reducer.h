@@ -48,6 +48,8 @@ class Reducer : public c10d::Reducer {
   bool begun() const { return require_finalize_; }
   /// The search of the graph has left parameter `index` out of the prepared backward.
   bool is_unused(size_t index) const;
+  /// No bucket behind `bucket` is sent in this backward.
+  bool is_last_sent(size_t bucket) const;
   /// By the first step of a static graph, parameter `index` still gets a gradient in this backward.
   bool awaits(size_t index) const;
   /// Before a static graph's first synchronized step: the gradients counted so far were made

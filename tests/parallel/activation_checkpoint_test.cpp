@@ -276,6 +276,34 @@ TEST(ActivationCheckpointTest, AutocastIsThatOfTheFirstRun) {
   expect_same_bits(run(true), run(false));
 }
 
+// Autocast keeps the cast of a weight until the outermost level ends.
+TEST(ActivationCheckpointTest, ABlockMayBeUsedTwiceUnderAutocast) {
+  const auto run = [](bool recompute) {
+    torch::manual_seed(2);
+    Block block(16, 24);
+    const at::Tensor x = at::rand({8, 16}).requires_grad_(true);
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    at::autocast::increment_nesting();
+    const auto again = [&](const at::Tensor& in) {
+      return recompute ? activation_checkpoint_module(block, {}, in) : block->forward(in);
+    };
+    const at::Tensor y = again(again(x));
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    torch::manual_seed(4);
+    y.pow(2).sum().backward();
+    std::vector<at::Tensor> found{y.detach(), x.grad()};
+    for (const auto& parameter : block->parameters()) found.push_back(parameter.grad());
+    return found;
+  };
+  const auto found = run(true), expected = run(false);
+  EXPECT_TRUE(found[0].equal(expected[0]));
+  // A gradient is summed from two casts in float32, without recomputation from one in bfloat16.
+  for (size_t i = 0; i < found.size(); ++i)
+    EXPECT_TRUE(at::allclose(found[i], expected[i], 0x1p-5, 0x1p-5)) << i;
+}
+
 TEST(ActivationCheckpointTest, WithoutGradientsItIsAPlainCall) {
   int runs = 0;
   const auto body = [&](const std::vector<at::Tensor>& in) {

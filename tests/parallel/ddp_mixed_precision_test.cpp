@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <torch/optim/sgd.h>
+
 #include "cohort/train/model_checkpoint.h"
 
 #include "tests/parallel/ddp_support.h"
@@ -289,6 +291,47 @@ TEST(DdpMixedPrecisionTest, TiedParametersAreLentOnce) {
     loss_of(ddp(batch_of(group.rank()))).backward();
     EXPECT_TRUE(model->tied.equal(before)) << "with every bit";
     EXPECT_EQ(model->tied.grad().scalar_type(), at::kFloat);
+  });
+}
+
+// The backward after it would put back what was there before the step.
+TEST(DdpMixedPrecisionTest, AStepBetweenForwardAndBackwardIsRefused) {
+  test::ranks(1, [](const ProcessGroup& group) {
+    Tied model;
+    parallel::DistributedDataParallel<Tied> ddp(model, group,
+                                                {.mixed_precision = {.param_dtype = kLow}});
+    torch::optim::SGD sgd(model->parameters(), 0.1);
+    loss_of(ddp(batch_of(0))).backward();
+    const at::Tensor left = loss_of(ddp(batch_of(0, 1)));
+    const at::Tensor right = loss_of(ddp(batch_of(0, 2)));  // two forwards alone are none
+    sgd.step();
+    test::expect_error<c10::ValueError>([&] { ddp(batch_of(0)); },
+                                        " was changed while in BFloat16, after a forward without");
+  });
+}
+
+TEST(DdpMixedPrecisionTest, WhatIsIgnoredIsSoUnderEveryName) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    for (const char* name : {"tied", "first.weight"}) {
+      Tied model;
+      if (group.rank() == 1) {
+        const at::NoGradGuard no_grad;
+        model->tied.add_(1);
+      }
+      const at::Tensor before = model->tied.detach().clone();
+      parallel::DistributedDataParallel<Tied> ddp(model, group, {.ignored = {name}});
+      EXPECT_TRUE(model->tied.equal(before)) << name;
+      EXPECT_EQ(ddp.num_buckets(), 1) << "the bias";
+      loss_of(ddp(batch_of(group.rank()))).backward();
+      Tied alone;
+      {
+        const at::NoGradGuard no_grad;
+        alone->tied.copy_(before);
+        alone->first->bias.copy_(model->first->bias);
+      }
+      loss_of(alone->forward(batch_of(group.rank()))).backward();
+      EXPECT_TRUE(at::allclose(model->tied.grad(), alone->tied.grad())) << name;
+    }
   });
 }
 

@@ -407,6 +407,32 @@ TEST(DdpOptionsTest, SkippedBucketsAreNotSent) {
   });
 }
 
+// The unused ones are last: a hook that counts backwards by their last bucket counts every one.
+TEST(DdpOptionsTest, ABucketIsTheLastOneThatIsSent) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    for (const bool skip : {false, true}) {
+      Branches model;
+      Ddp ddp(model, group,
+              {.find_unused_parameters = true,
+               .skip_all_reduce_unused_params = skip,
+               .bucket_layout = {{"first.weight", "first.bias", "shared.weight", "shared.bias"},
+                                 {"last.weight", "last.bias"},
+                                 {"extra.weight"},
+                                 {"extra.bias"}}});
+      std::vector<int64_t> last;
+      ddp.register_comm_hook([&last](const ProcessGroup& peers, parallel::Bucket bucket) {
+        if (bucket.is_last) last.push_back(bucket.index);
+        return parallel::start_all_reduce(peers, bucket.buffer.div_(peers.size()));
+      });
+      for (const bool use_extra : {false, true, false}) {
+        model->zero_grad();
+        loss_of(ddp(batch_of(group.rank()), use_extra)).backward();
+      }
+      EXPECT_EQ(last, skip ? (std::vector<int64_t>{1, 3, 1}) : (std::vector<int64_t>{3, 3, 3}));
+    }
+  });
+}
+
 TEST(DdpOptionsTest, SeveralForwardsBeforeOneBackward) {
   test::ranks(2, [](const ProcessGroup& group) {
     Branches model;

@@ -272,6 +272,12 @@ TEST(DdpTest, ABackwardThatNoForwardOfTheWrapperAnnouncedIsRefusedByName) {
     EXPECT_EQ(net->second->bias.grad().item<float>(), 3);
     refused([&] { loss.backward(); });
     refused([&] { net->forward(input).sum().backward(); });
+    {
+      const auto accumulates = ddp.no_sync();
+      ddp(input).sum().backward();
+      net->forward(input).sum().backward();
+    }
+    refused([&] { net->forward(input).sum().backward(); });
     (ddp(input) * (group.rank() + 1)).sum().backward();
     EXPECT_EQ(net->second->bias.grad().item<float>(), 3) << "the next step is right";
   });
