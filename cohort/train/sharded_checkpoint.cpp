@@ -118,9 +118,13 @@ class LatestSaves {
     const std::lock_guard lock(mutex_);
     return latest_[key(folder, rank)] = ++count_;
   }
-  bool is_latest(const std::string& folder, int rank, int64_t number) {
+  // Whether that is the last one. It is forgotten.
+  bool end(const std::string& folder, int rank, int64_t number) {
     const std::lock_guard lock(mutex_);
-    return latest_[key(folder, rank)] == number;
+    const auto found = latest_.find(key(folder, rank));
+    if (found == latest_.end() || found->second != number) return false;
+    latest_.erase(found);
+    return true;
   }
 
  private:
@@ -182,7 +186,7 @@ void ShardedCheckpointWriter::start(const std::string& folder, const ShardedPart
 void ShardedCheckpointWriter::commit(CallSite site) {
   const CallSiteScope scope(site);
   const bool was_pending = std::exchange(pending_, false);
-  const bool is_latest = was_pending && latest_saves().is_latest(folder_, group_.rank(), number_);
+  const bool is_latest = was_pending && latest_saves().end(folder_, group_.rank(), number_);
   Json report;
   const Json error = errors_of([&] {
     TORCH_CHECK_VALUE(was_pending, "checkpoint: expected begin before commit");

@@ -52,9 +52,16 @@ auto read_to_resume(const Read& read) {
   }
 }
 
+// Whether the launcher has started the job's processes before.
+bool is_started_again() {
+  // A round that another node's coming or going began is no restart.
+  return env_int("TORCHELASTIC_RESTART_COUNT", 0).value_or(0) > 0 ||
+         env_int("COHORT_ROUND").value_or(1) > 1;
+}
+
 // Whether this process is the launcher's second attempt at the run that wrote this checkpoint.
 bool is_restart_of(const fs::path& last) {
-  if (env_int("TORCHELASTIC_RESTART_COUNT", 0).value_or(0) == 0) return false;
+  if (!is_started_again()) return false;
   const train::Metadata metadata = train::read_manifest(last);
   const auto found = metadata.find("run_id");
   return found != metadata.end() && found->second == run_id();
@@ -257,7 +264,7 @@ RunState RunCheckpoints::read_last(const comm::ProcessGroup& group) const {
 bool RunCheckpoints::last_has(const std::string& part, const comm::ProcessGroup& group) const {
   std::string answer;
   run_on_ranks(group, "parts of the run", group.rank() == 0, kLoadLimit, [&] {
-    const auto parts = StoredCheckpoint(last_).parts();
+    const auto parts = read_to_resume([&] { return StoredCheckpoint(last_).parts(); });
     if (std::ranges::find(parts, part) != parts.end()) answer = part;
   });
   return group.broadcast_object(answer) == part;

@@ -146,7 +146,7 @@ MadeTokenizers make_tokenizers(const std::vector<fs::path>& files, const text::P
                             {.vocab_size = static_cast<int32_t>(pieces),
                              .character_coverage = character_coverage(sentences)});
     } catch (const ConfigError& error) {
-      throw ConfigError(std::string(name) + " vocabulary: --dim-vocabs: " + one_line(error));
+      throw ConfigError(std::string(name) + " vocabulary: " + one_line(error) + " (--dim-vocabs)");
     }
   };
   run_on_ranks(group, "vocabularies", group.rank() == 0, kVocabularyLimit, [&] {

@@ -142,7 +142,7 @@ void TrainingRun::run() {
   run_on_ranks(group_, "last checkpoint of the servers", true, kSaveLimit, [&] {
     if (servers_failed_) std::rethrow_exception(servers_failed_);
   });
-  take_best_that_is_there();
+  take_best_scores();
   updater_->finish();
   const std::string best = "best_" + to_string(options_.valid_metrics.front());
   log_.info("end", {{"reason", stop_reason_},
@@ -155,10 +155,10 @@ void TrainingRun::run() {
 
 // A run that was killed after a validation and resumed with other options may not have come to
 // weights as good as those in best/.
-void TrainingRun::take_best_that_is_there() {
+void TrainingRun::take_best_scores() {
   const BestScores there = checkpoints_.read_best(group_);
   if (!there.scores || there.update == state_.best_update) return;
-  log_.warn("best/ holds weights that are better than those of this run since it resumed",
+  log_.warn("best/ stays: it is better than every validation of this run since it resumed",
             {{"best_update", there.update}});
   state_.best = there.scores;
 }

@@ -88,7 +88,7 @@ class TrainingRun {
   void save();
   bool save_servers();
   void wait_for_save();
-  void take_best_that_is_there();
+  void take_best_scores();
   void save_if_due();
   RunState state_now() const;
   TrainingResult result() const;

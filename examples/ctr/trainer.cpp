@@ -198,7 +198,10 @@ void Trainer::start() {
 // once they are started again they go back to the epoch that was saved last, or to the beginning.
 void Trainer::go_back(cohort::ps::SessionOptions& session) {
   const bool counts = training_ == Training::kSync || training_ == Training::kAsync;
-  if (counts || cohort::env_int("COHORT_RESTART_COUNT").value_or(0) == 0) return;
+  // A round that another node's coming or going began is no restart.
+  const bool again = cohort::env_int("COHORT_RESTART_COUNT").value_or(0) > 0 ||
+                     cohort::env_int("COHORT_ROUND").value_or(1) > 1;
+  if (counts || !again) return;
   std::string checkpoint;
   try {
     const auto saved = nlohmann::json::parse(read_file(epoch_file(options_.save)));

@@ -3,6 +3,7 @@
 // disk that is full: no right is needed to be refused there.
 #include "cohort/translate/run_checkpoints.h"
 
+#include <cstdlib>
 #include <filesystem>
 #include <gtest/gtest.h>
 #include <torch/types.h>
@@ -111,6 +112,25 @@ TEST_F(RunCheckpointsTest, ARunThatEndedBeforeItsFirstCheckpointMayBeginAgain) {
     fs::remove(folder_ / made);
   }
   EXPECT_EQ(start_with(begun), Start::kFresh);
+}
+
+// A node that comes or goes begins a round that is no restart.
+TEST_F(RunCheckpointsTest, OverwriteReplacesNoRunOfTheSameJob) {
+  const auto start_as = [&](const char* job, const char* round) {
+    ::setenv("COHORT_JOB_ID", job, 1);
+    ::setenv("COHORT_ROUND", round, 1);
+    TrainingOptions options = options_;
+    options.overwrite = true;
+    return find_start(options);
+  };
+  EXPECT_EQ(start_as("one", "1"), Start::kFresh);
+  RunCheckpoints checkpoints(options_, "text", "valid", log_);
+  checkpoints.save_with(alone_);
+  checkpoints.save_last(state(7, 7), parts(7));
+  checkpoints.finish();
+  EXPECT_EQ(start_as("one", "1"), Start::kFresh);
+  EXPECT_EQ(start_as("one", "2"), Start::kResume);
+  EXPECT_EQ(start_as("two", "2"), Start::kFresh);
 }
 
 TEST_F(RunCheckpointsTest, AValidationIsKnownWhetherItsBestIsThereOrNot) {
