@@ -143,7 +143,7 @@ void RendezvousClient::handle_handshake(const std::string& line) {
   }
 }
 
-// Whoever says that has not proved to know the secret: it decides no exit code, and ends no workers.
+// A peer that says so has not proved to know the secret: it decides no exit code, and ends no workers.
 void RendezvousClient::reject(const std::string& why) {
   if (was_welcomed_) return line_.close();
   pending_ = end(

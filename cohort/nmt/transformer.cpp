@@ -107,7 +107,7 @@ SeenRows see_sentences(const at::Tensor& kv_BSE, const at::Tensor& lengths_B, in
   return seen;
 }
 
-// The lengths of so many sentences, each in [1, longest], in one piece.
+// Lengths of `sentences` sentences, each in [1, longest], contiguous.
 at::Tensor checked_lengths(const char* name, const at::Tensor& lengths_B, int64_t sentences,
                            int64_t longest) {
   TORCH_CHECK_VALUE(

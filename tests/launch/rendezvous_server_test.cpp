@@ -396,7 +396,7 @@ TEST_F(RendezvousServerTest, ARendezvousServerWithoutTheSecretIsRejected) {
   EXPECT_NE(directive->why.find("has a different secret"), std::string::npos) << directive->why;
 }
 
-// Whoever listens there first may say what he likes.
+// A program that listens there first may send anything.
 TEST_F(RendezvousServerTest, AnEndThatNobodyProvedDecidesNothing) {
   options_.rdzv_timeout = std::chrono::milliseconds(200);
   options_.rdzv_secret = "one";
