@@ -369,6 +369,21 @@ TEST_F(RendezvousServerTest, ANodeWithAnotherSecretOrNoneIsRefused) {
   }
 }
 
+void say(const Fd& peer, const std::string& words) {
+  ASSERT_EQ(::write(peer.get(), words.data(), words.size()), static_cast<ssize_t>(words.size()));
+}
+
+// Polls so many times, a millisecond apart, or until there is a directive.
+std::optional<Directive> directive_of(RendezvousClient& client, int times) {
+  std::optional<Directive> directive;
+  for (int i = 0; i < times && !directive; ++i) {
+    client.poll();
+    directive = client.next();
+    ::usleep(1000);
+  }
+  return directive;
+}
+
 TEST_F(RendezvousServerTest, ARendezvousServerWithoutTheSecretIsRejected) {
   options_.rdzv_secret = "one";
   const Fd listener = listen_here();
@@ -382,14 +397,8 @@ TEST_F(RendezvousServerTest, ARendezvousServerWithoutTheSecretIsRejected) {
       R"(1 0 {"kind": "round", "node_rank": 0, "nodes": 1, "base_rank": 0, "world_size": 1,)"
       R"( "master_addr": "127.0.0.1", "master_port": 1, "restart": 0, "round": 1})"
       "\n";
-  ASSERT_EQ(::write(impostor.get(), words.data(), words.size()),
-            static_cast<ssize_t>(words.size()));
-  std::optional<Directive> directive;
-  for (int i = 0; i < 1000 && !directive; ++i) {
-    client.poll();
-    directive = client.next();
-    ::usleep(1000);
-  }
+  say(impostor, words);
+  const auto directive = directive_of(client, 1000);
   ASSERT_TRUE(directive.has_value());
   EXPECT_EQ(directive->kind, Directive::Kind::kEnd);
   EXPECT_EQ(directive->code, 2);
@@ -398,7 +407,8 @@ TEST_F(RendezvousServerTest, ARendezvousServerWithoutTheSecretIsRejected) {
 
 // A program that listens there first may send anything.
 TEST_F(RendezvousServerTest, AnEndThatNobodyProvedDecidesNothing) {
-  options_.rdzv_timeout = std::chrono::milliseconds(200);
+  options_.keep_alive.interval = std::chrono::seconds(20);  // It keeps its first connection.
+  options_.rdzv_timeout = std::chrono::milliseconds(2000);
   options_.rdzv_secret = "one";
   const Fd listener = listen_here();
   RendezvousClient client({.host = "127.0.0.1", .port = port_of(listener)}, options_);
@@ -406,18 +416,6 @@ TEST_F(RendezvousServerTest, AnEndThatNobodyProvedDecidesNothing) {
     Fd peer(::accept(listener.get(), nullptr, nullptr));
     EXPECT_TRUE(peer);
     return peer;
-  };
-  const auto say = [](const Fd& peer, const std::string& words) {
-    ASSERT_EQ(::write(peer.get(), words.data(), words.size()), static_cast<ssize_t>(words.size()));
-  };
-  const auto poll_for = [&](int times) {
-    std::optional<Directive> directive;
-    for (int i = 0; i < times && !directive; ++i) {
-      client.poll();
-      directive = client.next();
-      ::usleep(1000);
-    }
-    return directive;
   };
   const std::string ends = R"({"kind": "end", "code": 0, "why": ""})"
                            "\n";
@@ -428,31 +426,26 @@ TEST_F(RendezvousServerTest, AnEndThatNobodyProvedDecidesNothing) {
     stranger.poll();
     const Fd impostor = accept();
     say(impostor, ends);
-    std::optional<Directive> directive;
-    for (int i = 0; i < 1000 && !directive; ++i) {
-      stranger.poll();
-      directive = stranger.next();
-      ::usleep(1000);
-    }
+    const auto directive = directive_of(stranger, 1000);
     ASSERT_TRUE(directive.has_value());
     EXPECT_EQ(directive->code, 2);
     EXPECT_NE(directive->why, "");
     // The other one is welcome. Much later a message is broken: it reconnects, and hears the impostor.
     say(first, challenge_line("c") + "\n");
-    EXPECT_FALSE(poll_for(20));
+    EXPECT_FALSE(directive_of(client, 20));
     char line[4096];
     const ssize_t size = ::read(first.get(), line, sizeof(line));
     ASSERT_GT(size, 0);
     const std::string text(line, static_cast<size_t>(size));
     const Hello hello = parse_hello(text.substr(0, text.find('\n')));
     say(first, line_of(Welcome{.proof = proof_of_server("one", "c", hello)}) + "\n");
-    EXPECT_FALSE(poll_for(300));
+    EXPECT_FALSE(directive_of(client, 2100));  // longer than rdzv_timeout
     say(first, "garbage\n");
   }
-  EXPECT_FALSE(poll_for(20));
+  EXPECT_FALSE(directive_of(client, 20));
   const Fd impostor = accept();
   say(impostor, ends);
-  EXPECT_FALSE(poll_for(20));
+  EXPECT_FALSE(directive_of(client, 20));
 }
 
 TEST(SecretTest, HmacIsRfc4231s) {

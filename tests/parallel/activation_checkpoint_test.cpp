@@ -254,50 +254,37 @@ TEST(ActivationCheckpointTest, OneWithinAnother) {
   expect_same_bits(run(true, false), expected);
 }
 
+// Output and gradients of a block that is used so many times, one after another, under autocast.
+std::vector<at::Tensor> run_under_autocast(bool recompute, int times) {
+  torch::manual_seed(2);
+  Block block(16, 24);
+  const at::Tensor x = at::rand({8, 16}).requires_grad_(true);
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+  at::autocast::increment_nesting();
+  at::Tensor y = x;
+  for (int i = 0; i < times; ++i)
+    y = recompute ? activation_checkpoint_module(block, {}, y) : block->forward(y);
+  if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  at::Tensor wide = x;
+  for (int i = 0; i < times; ++i) wide = block->forward(wide);
+  EXPECT_FALSE(y.equal(wide)) << "bfloat16 shows";
+  torch::manual_seed(4);
+  y.pow(2).sum().backward();
+  EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+  std::vector<at::Tensor> found{y.detach(), x.grad()};
+  for (const auto& parameter : block->parameters()) found.push_back(parameter.grad());
+  return found;
+}
+
 TEST(ActivationCheckpointTest, AutocastIsThatOfTheFirstRun) {
-  const auto run = [](bool recompute) {
-    torch::manual_seed(2);
-    Block block(16, 24);
-    const at::Tensor x = at::rand({8, 16}).requires_grad_(true);
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-    at::autocast::increment_nesting();
-    const at::Tensor y = recompute ? activation_checkpoint_module(block, {}, x) : block->forward(x);
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
-    EXPECT_FALSE(y.equal(block->forward(x))) << "bfloat16 shows";
-    torch::manual_seed(4);
-    y.pow(2).sum().backward();
-    EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
-    std::vector<at::Tensor> found{y.detach(), x.grad()};
-    for (const auto& parameter : block->parameters()) found.push_back(parameter.grad());
-    return found;
-  };
-  expect_same_bits(run(true), run(false));
+  expect_same_bits(run_under_autocast(true, 1), run_under_autocast(false, 1));
 }
 
 // Autocast keeps the cast of a weight until the outermost level ends.
 TEST(ActivationCheckpointTest, ABlockMayBeUsedTwiceUnderAutocast) {
-  const auto run = [](bool recompute) {
-    torch::manual_seed(2);
-    Block block(16, 24);
-    const at::Tensor x = at::rand({8, 16}).requires_grad_(true);
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-    at::autocast::increment_nesting();
-    const auto again = [&](const at::Tensor& in) {
-      return recompute ? activation_checkpoint_module(block, {}, in) : block->forward(in);
-    };
-    const at::Tensor y = again(again(x));
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
-    torch::manual_seed(4);
-    y.pow(2).sum().backward();
-    std::vector<at::Tensor> found{y.detach(), x.grad()};
-    for (const auto& parameter : block->parameters()) found.push_back(parameter.grad());
-    return found;
-  };
-  const auto found = run(true), expected = run(false);
+  const auto found = run_under_autocast(true, 2), expected = run_under_autocast(false, 2);
   EXPECT_TRUE(found[0].equal(expected[0]));
   // A gradient is summed from two casts in float32, without recomputation from one in bfloat16.
   for (size_t i = 0; i < found.size(); ++i)
