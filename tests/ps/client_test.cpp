@@ -274,21 +274,42 @@ TEST(HalfAsyncCommunicatorTest, ItEndsAtOnceWhileItsPushWaitsForALostServer) {
   EXPECT_LT(steady_clock::now() - began, std::chrono::seconds(15)) << "a server has 20 s";
 }
 
-// Refuses the first pull.
+// Refuses one pull.
 class RefusingChannel : public Channel {
  public:
-  explicit RefusingChannel(std::unique_ptr<Channel> channel) : channel_(std::move(channel)) {}
+  explicit RefusingChannel(std::unique_ptr<Channel> channel, int which = 1)
+      : channel_(std::move(channel)), left_(which) {}
 
   void send(const Request& request, int64_t timeout_ms, Done done) override {
-    if (request.call == Call::kPull && !refused_.exchange(true))
+    if (request.call == Call::kPull && --left_ == 0)
       return done({.code = Code::kInvalid, .text = "not this one"});
     channel_->send(request, timeout_ms, std::move(done));
   }
 
  private:
   const std::unique_ptr<Channel> channel_;
-  std::atomic<bool> refused_ = false;
+  std::atomic<int> left_;
 };
+
+TEST(GeoCommunicatorTest, AChangeIsSentOnceWhereThePullBehindItFails) {
+  Cluster cluster(1);
+  JobOptions job = ledger_job(1, 1, Mode::kAsync);
+  job.tables[0].rule = {.rule = Rule::kAdd};
+  Client client(
+      {.servers = {"refusing"}, .trainer = 0, .link = quick_link()}, job,
+      [&](int server) { return std::make_unique<RefusingChannel>(cluster.channel(server), 2); });
+  const auto communicator = make_geo_communicator(
+      client, {.table_rules = {{.rule = Rule::kSgd, .learning_rate = 1}}, .steps = 1});
+  const std::vector<uint64_t> ids{1};
+  const std::vector<float> gradient{-1, -2};
+  std::vector<float> row(2);
+  communicator->pull({{0, ids, row}}, {})();
+  EXPECT_THROW(communicator->push({{0, ids, gradient}}, {}), c10::ValueError);
+  communicator->flush();
+  const PullRows asked{0, ids, row};
+  client.pull(std::span(&asked, 1), {}).wait();
+  EXPECT_EQ(row, (std::vector<float>{1, 2}));
+}
 
 TEST(GeoCommunicatorTest, APullThatFailsLeavesNoRowBehind) {
   Cluster cluster(1);

@@ -83,5 +83,26 @@ TEST(GeoCommunicatorTest, OneTrainerTrainsAsWithoutServersWhateverTheStepsBetwee
   }
 }
 
+// A checkpoint flushes wherever the program takes it.
+TEST(GeoCommunicatorTest, AFlushBetweenAPullAndItsPushLeavesTheRows) {
+  Cluster cluster(1);
+  JobOptions job = ledger_job(1, 1, Mode::kAsync, kWidth);
+  job.tables[0].rule = {.rule = Rule::kAdd};
+  const auto client = cluster.client(0, job);
+  const auto communicator = make_geo_communicator(
+      *client, {.table_rules = {{.rule = Rule::kSgd, .learning_rate = 1}}, .steps = 100});
+  const std::vector<uint64_t> ids{1, 2}, unknown{1, 3};
+  const std::vector<float> gradients{-1, -2, -3, -4};
+  std::vector<float> rows(2 * kWidth);
+  communicator->pull({{0, ids, rows}}, {})();
+  communicator->flush();
+  EXPECT_THROW(communicator->push({{0, unknown, gradients}}, {}), c10::ValueError);
+  communicator->push({{0, ids, gradients}}, {});
+  communicator->flush();
+  const PullRows asked{0, ids, rows};
+  client->pull(std::span(&asked, 1), {}).wait();
+  EXPECT_EQ(rows, (std::vector<float>{1, 2, 3, 4})) << "each gradient once";
+}
+
 }  // namespace geo_communicator_test
 }  // namespace cohort::ps

@@ -193,6 +193,25 @@ TEST_P(CheckpointTest, TwoServersCheckpointIsLoadedByAnyNumber) {
 
 INSTANTIATE_TEST_SUITE_P(Servers, CheckpointTest, testing::Values(1, 2, 3));
 
+TEST(RecoveryTest, ACheckpointOfAParameterOfAnotherSizeIsRefused) {
+  Cluster one(1);
+  const auto client = one.client(0, dense_job(1));
+  initialise(*client);
+  const std::string folder = one.path("checkpoint");
+  client->save(folder);
+  for (const int64_t size : {20, 80}) {
+    Cluster again(1, {.load = folder});
+    JobOptions job = dense_job(1);
+    job.blocks = {{"w", 0, size, 0}};
+    const std::string text =
+        again.ask(0, {.call = Call::kJob, .trainer = 0, .text = job.to_json()}).text;
+    EXPECT_NE(text.find("parameter 'w': expected " + std::to_string(size) +
+                        " elements as in the job, found 50"),
+              std::string::npos)
+        << text;
+  }
+}
+
 // A checkpoint that takes longer than one sending of the request is written once, not for ever.
 // At a checkpoint of the size of a disk, that is what a load takes.
 TEST(RecoveryTest, AServerReadsTheRowsOfThePartsThatHoldItsOwn) {

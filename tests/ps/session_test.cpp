@@ -432,6 +432,44 @@ TEST(SessionTest, RanksOfAHostAreOneTrainer) {
   EXPECT_TRUE(at::allclose(weights[0], apart[0], 1e-5, 1e-6));
 }
 
+TEST(SessionTest, RanksOfAHostResumeFromOneStep) {
+  const Servers servers(2);
+  std::vector<int64_t> before(2), after(2);
+  HostOfThreads(2).run(servers, [&](int rank, Session& session) {
+    Model model(session);
+    session.start();
+    EXPECT_EQ(session.steps_before(), 0);
+    train(session, model, 4, rank, 2);
+  });
+  HostOfThreads(2).run(servers, [&](int rank, Session& session) {
+    Model model(session);
+    session.start();
+    before[static_cast<size_t>(rank)] = session.steps_before();
+    train(session, model, 2, rank, 2);
+    session.pull();
+    after[static_cast<size_t>(rank)] = session.step();
+    session.finish();
+  });
+  EXPECT_GE(before[0], 3);
+  EXPECT_EQ(before[1], before[0]);
+  EXPECT_EQ(after[0], before[0] + 2);
+  EXPECT_EQ(after[1], after[0]);
+}
+
+TEST(SessionTest, IdsMayBeWrittenAnewInTheSameMemory) {
+  Session session(local_options());
+  Model model(session);
+  session.start();
+  const at::Tensor ids = at::tensor({1, 2}, at::kLong);
+  model.rows->prefetch(ids);
+  session.pull();
+  model.rows->forward(ids);
+  ids.copy_(at::tensor({7, 8}, at::kLong));
+  const at::Tensor rows = model.rows->forward(ids).detach().clone();
+  EXPECT_TRUE(at::equal(rows, model.rows->forward(at::tensor({7, 8}, at::kLong)).detach()));
+  EXPECT_FALSE(at::equal(rows, model.rows->forward(at::tensor({1, 2}, at::kLong)).detach()));
+}
+
 // What is rounded, and how, does not depend on the way to the server.
 TEST(SessionTest, OneTrainerOverBfloat16IsLocalTrainingOverBfloat16) {
   TableOptions table = kTable;

@@ -17,11 +17,14 @@ struct Replica {
   std::vector<float> base;
   std::vector<float> weights;
   bool is_changed = false;  // Since the last synchronisation.
+  bool is_open = false;     // Pulled since the last push, which may have a gradient for it.
 
   void take(std::span<const float> values) {
     base.assign(values.begin(), values.end());
     weights = base;
   }
+
+  void forget_change() { base = weights; }
 
   void add_change(float divisor, std::vector<float>& changes) const {
     for (size_t i = 0; i < weights.size(); ++i) changes.push_back((weights[i] - base[i]) / divisor);
@@ -58,8 +61,10 @@ class GeoCommunicator final : public Communicator {
       for (const PullRows& asked : rows) {
         fetch_missing(asked.table, asked.ids);
         auto out = asked.weights.begin();
+        Table& table = tables_[asked.table];
         for (const uint64_t id : asked.ids) {
-          const Replica& row = tables_[asked.table].rows.at(id);
+          Replica& row = table.rows.at(id);
+          if (!std::exchange(row.is_open, true)) table.open.push_back(id);
           out = std::copy(row.weights.begin(), row.weights.end(), out);
         }
       }
@@ -67,30 +72,34 @@ class GeoCommunicator final : public Communicator {
   }
 
   void push(std::vector<PushRows> rows, std::vector<std::span<const float>> parameters) override {
+    // Before anything changes: a push that is rejected can be repeated.
+    TORCH_CHECK_VALUE(parameters.size() <= parameters_.size(),
+                      "geo: parameters are pushed before a pull");
+    for (const PushRows& pushed : rows) {
+      for (const uint64_t id : pushed.ids)
+        TORCH_CHECK_VALUE(tables_[pushed.table].rows.contains(id), "geo: row ", id,
+                          " is pushed before a pull");
+    }
     ++steps_;
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      TORCH_CHECK_VALUE(i < parameters_.size(), "geo: parameters are pushed before a pull");
+    for (size_t i = 0; i < parameters.size(); ++i)
       update(options_.dense_rule, steps_, parameters_[i].weights, parameter_states_[i],
              parameters[i]);
-    }
+    for (Table& table : tables_) table.close_step();
     for (const PushRows& pushed : rows) {
       Table& table = tables_[pushed.table];
       const RuleOptions& rule = options_.table_rules[pushed.table];
       const auto width = static_cast<size_t>(client_.job().tables[pushed.table].width);
       const bool has_state = state_width(rule.rule, static_cast<int64_t>(width)) > 0;
       for (size_t i = 0; i < pushed.ids.size(); ++i) {
-        const auto row = table.rows.find(pushed.ids[i]);
-        TORCH_CHECK_VALUE(row != table.rows.end(), "geo: row ", pushed.ids[i],
-                          " is pushed before a pull");
+        Replica& row = table.rows.at(pushed.ids[i]);
         std::span<float> state;
         if (has_state) {
           const auto [found, is_new] = table.states.try_emplace(pushed.ids[i]);
           if (is_new) found->second = new_state(rule, width);
           state = found->second;
         }
-        update(rule, steps_, row->second.weights, state,
-               pushed.gradients.subspan(i * width, width));
-        if (!std::exchange(row->second.is_changed, true)) table.changed.push_back(pushed.ids[i]);
+        update(rule, steps_, row.weights, state, pushed.gradients.subspan(i * width, width));
+        if (!std::exchange(row.is_changed, true)) table.changed.push_back(pushed.ids[i]);
       }
     }
     if (steps_ % options_.steps == 0) synchronise();
@@ -107,6 +116,12 @@ class GeoCommunicator final : public Communicator {
     // The optimizer's, of every row that was ever pushed: kept when the replica is dropped.
     std::unordered_map<uint64_t, std::vector<float>, IdHash> states;
     std::vector<uint64_t> changed;  // In the order of their first change.
+    std::vector<uint64_t> open;
+
+    void close_step() {
+      for (const uint64_t id : open) rows.at(id).is_open = false;
+      open.clear();
+    }
   };
 
   void fetch_parameters(const std::vector<std::span<float>>& parameters) {
@@ -151,6 +166,10 @@ class GeoCommunicator final : public Communicator {
     }
     client_.push(rows, std::move(parameters));
     client_.flush();
+    // The servers have the changes: if the pull fails, they are not sent again.
+    for (Table& table : tables_)
+      for (const uint64_t id : table.changed) table.rows.at(id).forget_change();
+    for (Replica& parameter : parameters_) parameter.forget_change();
     take_over();
   }
 
@@ -173,7 +192,8 @@ class GeoCommunicator final : public Communicator {
       const auto width = static_cast<size_t>(client_.job().tables[number].width);
       // Other trainers change rows as well: a row that was not used since the last synchronisation
       // is dropped here and pulled again at its next use.
-      std::erase_if(table.rows, [](const auto& row) { return !row.second.is_changed; });
+      std::erase_if(table.rows,
+                    [](const auto& row) { return !row.second.is_changed && !row.second.is_open; });
       for (size_t i = 0; i < table.changed.size(); ++i) {
         Replica& row = table.rows.at(table.changed[i]);
         row.take(rows[number].weights.subspan(i * width, width));

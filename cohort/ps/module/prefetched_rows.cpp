@@ -20,8 +20,7 @@ at::Tensor checked(const at::Tensor& ids) {
 
 bool is_same(const at::Tensor& a, const at::Tensor& b) {
   const auto x = ids_of(a), y = ids_of(b);
-  return a.sizes() == b.sizes() &&
-         (x.data() == y.data() || std::equal(x.begin(), x.end(), y.begin()));
+  return a.sizes() == b.sizes() && std::equal(x.begin(), x.end(), y.begin());
 }
 
 }  // namespace
@@ -31,6 +30,8 @@ PrefetchedRows::PrefetchedRows(const TableOptions& table, Fetch fetch)
 
 void PrefetchedRows::prefetch(const at::Tensor& ids, const int64_t* padding) {
   prefetched_ = make_batch(ids, padding);
+  // The caller may write the next batch's ids into the same memory.
+  prefetched_->ids = prefetched_->ids.clone();
 }
 
 std::shared_ptr<PrefetchedRows::Batch> PrefetchedRows::make_batch(const at::Tensor& ids,

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <cstring>
 #include <torch/nn/module.h>
 #include <torch/types.h>
 #include <utility>
@@ -149,6 +150,7 @@ void Session::start() {
   communicator_ = client_ ? make_communicator() : nullptr;
   if (options_.host.size > 1)
     communicator_ = make_host_communicator(job, options_.host, std::move(communicator_));
+  find_steps_before();
   if (options_.trainer == 0 && client_ && client_->needs_initial_values()) {
     if (!is_on_host())  // They may have changed since add().
       for (size_t i = 0; i < learning_.size(); ++i) parameters_[i].copy_(learning_[i].detach());
@@ -211,13 +213,25 @@ void Session::push() {
 
 int64_t Session::step() const {
   const bool counts = client_ && options_.training == Training::kSync;
-  return counts ? static_cast<int64_t>(client_->step()) : steps_;
+  return counts ? static_cast<int64_t>(client_->step()) : steps_before_ + steps_;
 }
 
 int64_t Session::steps_before() const {
   TORCH_CHECK_VALUE(communicator_, "session: start() comes first");
+  return steps_before_;
+}
+
+void Session::find_steps_before() {
   const bool counts = options_.training == Training::kSync || options_.training == Training::kAsync;
-  return client_ && counts ? static_cast<int64_t>(client_->pushed_before()) : 0;
+  if (client_ && counts) steps_before_ = static_cast<int64_t>(client_->pushed_before());
+  if (options_.host.size == 1) return;
+  // Rank 0 of the host has the client.
+  std::vector<std::byte> bytes(sizeof steps_before_);
+  std::memcpy(bytes.data(), &steps_before_, bytes.size());
+  options_.host.broadcast(bytes);
+  TORCH_CHECK_VALUE(bytes.size() == sizeof steps_before_, "session: expected ",
+                    sizeof steps_before_, " bytes from rank 0 of the host, got ", bytes.size());
+  std::memcpy(&steps_before_, bytes.data(), bytes.size());
 }
 
 void Session::flush() {

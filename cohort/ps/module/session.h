@@ -142,6 +142,7 @@ class Session {
   void make_plan();
   JobOptions job_options() const;
   std::unique_ptr<Communicator> make_communicator();
+  void find_steps_before();  // Collective among the ranks of a host.
   // Pulls rows that were not prefetched.
   void fetch(uint32_t number, std::span<const uint64_t> ids, std::span<float> weights,
              bool prediction);
@@ -158,7 +159,8 @@ class Session {
   std::unique_ptr<Communicator> communicator_;
   std::function<void()> finish_pull_;
   std::optional<c10::Event> copied_;  // The last pull's values, to the device.
-  int64_t steps_ = 0;
+  int64_t steps_before_ = 0;
+  int64_t steps_ = 0;  // Since start().
 };
 
 }  // namespace cohort::ps

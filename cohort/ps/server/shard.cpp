@@ -53,6 +53,27 @@ StoredBlock block_of(const std::string& path, const Record& record) {
   return {header.number, {values, header.weights}, {values + header.weights, header.state}};
 }
 
+// How many elements each parameter has. Blocks are of all servers.
+std::map<std::string, int64_t> parameter_sizes(const JobOptions& job) {
+  std::map<std::string, int64_t> sizes;
+  for (const BlockOptions& block : job.blocks) {
+    int64_t& size = sizes[block.parameter];
+    size = std::max(size, block.end);
+  }
+  return sizes;
+}
+
+void check_same_parameters(const std::string& path, const JobOptions& stored,
+                           const JobOptions& job) {
+  const auto before = parameter_sizes(stored);
+  for (const auto& [name, size] : parameter_sizes(job)) {
+    const auto found = before.find(name);
+    if (found != before.end() && found->second != size)
+      throw ConfigError(path + ": parameter '" + name + "': expected " + std::to_string(size) +
+                        " elements as in the job, found " + std::to_string(found->second));
+  }
+}
+
 // State of elements [begin, end) of a block out of that of a block with `width` elements: rules
 // keep some floats for the whole block first, then so many for each element, one kind after the
 // other.
@@ -293,6 +314,7 @@ uint64_t Shard::load_checkpoint(const std::string& checkpoint) {
     if (stored_job.dense_rule.rule != job()->dense_rule.rule)
       throw ConfigError(path + ": its dense rule is " + to_string(stored_job.dense_rule.rule) +
                         ", the job's " + to_string(job()->dense_rule.rule));
+    check_same_parameters(path, stored_job, *job());
     read_records(path, [&](const Record& record) {
       if (record.kind == kProgress) {
         const uint64_t its = steps_of(record);
