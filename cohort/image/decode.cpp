@@ -11,6 +11,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/image/jpeg.h"
+#include "cohort/image/unreadable_file.h"
 
 namespace cohort::image {
 namespace {
@@ -95,12 +96,14 @@ EncodedImage::EncodedImage(std::string name, std::vector<uint8_t> bytes)
 EncodedImage EncodedImage::read(const std::string& path) {
   std::error_code error;
   const auto size = std::filesystem::file_size(path, error);
-  if (error) throw ConfigError(path + ": " + error.message());
+  if (error) throw UnreadableFile(path + ": " + error.message());
   std::vector<uint8_t> bytes(size);
+  errno = 0;
   std::ifstream file(path, std::ios::binary);
   if (!file.read(reinterpret_cast<char*>(bytes.data()),
                  static_cast<std::streamsize>(bytes.size()))) {
-    throw ConfigError(path + ": " + std::strerror(errno));
+    throw UnreadableFile(
+        path + ": " + (errno == 0 ? "it became shorter while it was read" : std::strerror(errno)));
   }
   return {path, std::move(bytes)};
 }

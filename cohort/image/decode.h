@@ -42,8 +42,9 @@ struct Region {
 /// baseline and progressive. PNG: every kind; 16 bits become 8, transparency is left out. EXIF
 /// orientation is not applied, as in torchvision's ImageFolder.
 /// Threads: immutable after construction.
-/// Errors:  ConfigError with the file's name: unreadable, empty, no JPEG or PNG, corrupt or cut
-///          short (if the part that is read is affected).
+/// Errors:  ConfigError with the file's name: empty, no JPEG or PNG, corrupt or cut short (if the
+///          part that is read is affected). UnreadableFile (unreadable_file.h): the system did
+///          not let it be read.
 class EncodedImage {
  public:
   /// Takes a file's bytes; `name` is what errors call it.

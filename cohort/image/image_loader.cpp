@@ -10,6 +10,7 @@
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
+#include "cohort/image/unreadable_file.h"
 
 namespace cohort::image {
 namespace {
@@ -138,6 +139,8 @@ ImageBatch ImageLoader::Impl::finish(Slot& slot) {
     if (options.on_damage == OnDamage::kThrow) std::rethrow_exception(slot.damage[row]);
     try {
       std::rethrow_exception(slot.damage[row]);
+    } catch (const UnreadableFile&) {
+      throw;  // The disk's fault, or that of too many open files.
     } catch (const ConfigError&) {
       ++num_skipped;  // Only corrupt files are skipped; running out of memory is not.
     }

@@ -8,11 +8,9 @@
 #include <chrono>
 #include <cmath>
 #include <exception>
-#include <fcntl.h>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <sys/file.h>
 #include <torch/types.h>
 #include <utility>
 
@@ -114,19 +112,6 @@ int64_t update_of(const train::Metadata& metadata, const std::string& folder) {
 }
 
 }  // namespace
-
-Fd hold_run_folder(const std::string& model_dir) {
-  std::error_code error;
-  fs::create_directories(model_dir, error);
-  Fd folder(::open(model_dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (!folder) {
-    throw ConfigError("--model-dir " + model_dir +
-                      " cannot be made: " + (error ? error.message() : system_reason(errno)));
-  }
-  if (::flock(folder.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
-    throw ConfigError("--model-dir " + model_dir + ": another training is running in this folder");
-  return folder;
-}
 
 Start find_start(const TrainingOptions& options) {
   const fs::path folder = options.model_dir;
@@ -414,8 +399,22 @@ void RunCheckpoints::prune() {
   const auto most = static_cast<size_t>(options_.keep_interval_updates);
   if (kept.size() <= most) return;
   kept.resize(kept.size() - most);
-  writer_->run_in_background([this, kept] {
-    for (const int64_t update : kept) {
+  remove_kept(kept);
+}
+
+void RunCheckpoints::remove_kept_after(int64_t update) {
+  if (!is_first_writer_) return;
+  auto kept = kept_updates(options_.model_dir);
+  std::erase_if(kept, [&](int64_t each) { return each <= update; });
+  if (kept.empty()) return;
+  log_.info("checkpoints of later updates are removed: the run makes these updates again",
+            {{"resumed_at", update}, {"removed", std::ssize(kept)}});
+  remove_kept(kept);
+}
+
+void RunCheckpoints::remove_kept(const std::vector<int64_t>& updates) {
+  writer_->run_in_background([this, updates] {
+    for (const int64_t update : updates) {
       const fs::path folder = kept_folder(options_.model_dir, update);
       std::error_code error;
       fs::remove(folder / "manifest.json", error);  // First: half a checkpoint is none.

@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "cohort/base/fd.h"
 #include "cohort/base/log.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/train/checkpoint.h"
@@ -18,11 +17,6 @@
 namespace cohort::translate {
 
 enum class Start { kFresh, kResume };
-
-/// Makes the run's folder and keeps other trainings out until the descriptor is closed. (A file
-/// system without flock does not.) Local, for rank 0.
-/// Errors: ConfigError if it cannot be made, or another process holds it.
-Fd hold_run_folder(const std::string& model_dir);
 
 /// Returns whether the run in the folder resumes. Local, for rank 0.
 /// Errors: ConfigError if it holds a run that can be neither continued nor replaced.
@@ -77,6 +71,9 @@ class RunCheckpoints {
   /// them, empty if others write. Call it before the first save.
   void save_with(const comm::ProcessGroup& writers);
   bool saves() const { return writer_.has_value(); }
+  /// Removes those in checkpoints/ that a run which resumes at `update` makes again: with other
+  /// options they would be of another run. In the background.
+  void remove_kept_after(int64_t update);
 
   // What follows is collective over the writers and does nothing elsewhere. `state` is the run's of
   // now.
@@ -118,6 +115,7 @@ class RunCheckpoints {
   void begin_best();
   std::exception_ptr commit();
   void prune();
+  void remove_kept(const std::vector<int64_t>& updates);
   void prune_servers() const;
 
   const TrainingOptions& options_;

@@ -8,6 +8,7 @@
 #include "cohort/base/error.h"
 #include "cohort/base/free_memory.h"
 #include "cohort/data/prefetch.h"
+#include "cohort/train/hold_folder.h"
 #include "cohort/translate/precision.h"
 #include "cohort/translate/run_on_ranks.h"
 #include "cohort/translate/training_run.h"
@@ -135,6 +136,7 @@ void TrainingRun::run() {
     state_.epoch = done;
     save_if_due();
   }
+  wait_for_save();
   save();
   for (const auto& step : {&RunCheckpoints::wait_written, &RunCheckpoints::finish})
     run_on_ranks(group_, "last checkpoint", checkpoints_.saves(), kSaveLimit,
@@ -360,7 +362,7 @@ TrainingResult train(const TrainingOptions& given, const comm::ProcessGroup& gro
   Fd held_folder;
   std::string decision, precision_of_last;
   run_on_ranks(group, "the run's folder", group.rank() == 0, kFolderLimit, [&] {
-    held_folder = hold_run_folder(options.model_dir);
+    held_folder = train::hold_folder("--model-dir", options.model_dir);
     decision = find_start(options) == Start::kResume ? "resume" : "fresh";
     if (decision == "resume") precision_of_last = stored_precision(options.model_dir);
   });

@@ -71,6 +71,7 @@ TrainingRun::TrainingRun(const TrainingOptions& options, Start start, RunData da
   prepare_folder(start);
   if (start == Start::kResume) {
     load_last();
+    checkpoints_.remove_kept_after(state_.updates);
     log_.info("resumed", {{"epoch", state_.epoch + 1}, {"update", state_.updates}});
     if (keeps_precision) {
       log_.info("--precision auto: the run's precision is used again",

@@ -8,6 +8,7 @@
 #include <torch/utils.h>
 
 #include "cohort/base/atomic_file.h"
+#include "cohort/base/checksum.h"
 #include "cohort/base/error.h"
 #include "cohort/cli/counted.h"
 #include "cohort/data/distributed_sampler.h"
@@ -16,6 +17,7 @@
 #include "cohort/ps/module/host_ranks.h"
 #include "cohort/train/batch_rules.h"
 #include "cohort/train/history.h"
+#include "cohort/train/hold_folder.h"
 
 namespace imagenet {
 namespace {
@@ -80,6 +82,22 @@ ResNet make_model(const Options& options, int64_t num_classes,
   return model;
 }
 
+// Ranks that list other pictures would train some twice and others never, or wait for each other.
+void check_same_pictures(const std::string& root, const cohort::image::ImageFolder& pictures,
+                         const cohort::comm::ProcessGroup& group) {
+  cohort::Sha256 names;
+  for (int64_t i = 0; i < pictures.size(); ++i) {
+    names.update(std::string_view(pictures.at(i).path).substr(root.size()));
+    names.update(std::string_view("\n"));
+  }
+  const auto all = group.all_gather_object(names.hex());
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    if (all[rank] != all[0])
+      throw ConfigError(root + ": expected the same pictures on all ranks, rank " +
+                        std::to_string(rank) + " has others than rank 0");
+  }
+}
+
 double seconds(Clock::duration time) {
   return std::chrono::duration<double>(time).count();
 }
@@ -104,11 +122,13 @@ Trainer::Trainer(const Options& options, const cohort::comm::ProcessGroup& group
                         options.arch);
     }
   }
+  check_same_pictures(options.data + "/val", validation_set_, group);
   if (options.evaluate) {
     if (!options.resume.empty()) load_weights(options.resume, model_);
     return;
   }
   training_set_.emplace(options.data + "/train");
+  check_same_pictures(options.data + "/train", *training_set_, group);
   if (training_set_->classes() != validation_set_.classes()) {
     throw ConfigError(options.data + ": expected folders of the same names in train and in val");
   }
@@ -352,12 +372,13 @@ void Trainer::add_to_history(int64_t epoch, const EpochReport& report, const Sco
 }
 
 // A folder that takes no checkpoint is named now, not after an epoch; so is an earlier training.
-void Trainer::check_output() const {
+void Trainer::check_output() {
   try {
     cohort::make_writable_folder(options_.output);
   } catch (const ConfigError& error) {
     throw ConfigError("--output " + cohort::one_line(error));
   }
+  held_output_ = cohort::train::hold_folder("--output", options_.output);
   if (!options_.resume.empty() || options_.overwrite) return;
   const std::string last = options_.output + "/checkpoint";
   if (!std::filesystem::exists(last + "/manifest.json")) return;

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "cohort/base/console.h"
+#include "cohort/base/fd.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/image/image_folder.h"
 #include "cohort/image/image_loader.h"
@@ -44,7 +45,7 @@ class Trainer {
   void train();
 
  private:
-  void check_output() const;
+  void check_output();
   EpochReport train_epoch(int64_t epoch);
   std::vector<std::vector<int64_t>> training_batches(int64_t epoch) const;
   void finish_epoch(int64_t epoch, const EpochReport& report);
@@ -72,6 +73,7 @@ class Trainer {
   std::unique_ptr<Optimizer> optimizer_;                // ... this neither.
   std::optional<cohort::parallel::GradScaler> scaler_;  // Of float16.
   RunState state_;
+  cohort::Fd held_output_;  // Of rank 0.
   cohort::Profiler profiler_{options_.profile, group_.rank(), group_.size()};
 };
 

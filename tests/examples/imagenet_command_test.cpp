@@ -7,6 +7,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "cohort/train/hold_folder.h"
+
 #include "tests/base/temporary_folder.h"
 #include "tests/image/drawn_images.h"
 #include "tests/support/free_port.h"
@@ -328,6 +330,26 @@ TEST_F(ImagenetCommandTest, ATrainingIsReplacedOnRequestAlone) {
   expect_trained(1, "run", "--epochs 1 --overwrite --momentum 0.5");
   EXPECT_NE(manifest("run/checkpoint")["files"], before["files"]);
   EXPECT_EQ(history("run").size(), 1U);
+}
+
+TEST_F(ImagenetCommandTest, TwoTrainingsDoNotShareAFolder) {
+  const cohort::Fd other = cohort::train::hold_folder("--output", folder_ / "run");
+  expect_refused(2, on_ranks(1, "run", "--epochs 1"),
+                 "--output " + folder_ / "run" + ": another training is running in this folder");
+}
+
+TEST_F(ImagenetCommandTest, RanksThatSeeOtherPicturesAreRefused) {
+  namespace fs = std::filesystem;
+  const fs::path data = folder_ / "data", other = folder_ / "other";
+  fs::copy(data, other, fs::copy_options::recursive);
+  const fs::path folder = fs::directory_iterator(other / "train")->path();
+  fs::rename(fs::directory_iterator(folder)->path(), folder / "another.png");
+  const std::string program =
+      bin("imagenet") + " $DATA" + flags("run", "--epochs 1").substr(data.string().size());
+  const Ended ended = shell(
+      bin("cohort") + " run --nproc-per-node 2 -- sh -c '[ $RANK = 0 ] && DATA=" + data.string() +
+      " || DATA=" + other.string() + "; exec " + program + "'");
+  expect_refused(2, ended, "/train: expected the same pictures on all ranks, rank 1 has others");
 }
 
 TEST_F(ImagenetCommandTest, DamagedPictureIsNamedOrSkipped) {

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/image/image_loader.h"
 
+#include <filesystem>
 #include <gtest/gtest.h>
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
+#include "cohort/image/unreadable_file.h"
 
 #include "tests/base/temporary_folder.h"
 #include "tests/image/drawn_images.h"
+#include "tests/support/message_of.h"
 
 namespace cohort::image {
 namespace image_loader_test {
@@ -115,6 +118,16 @@ TEST_F(ImageLoaderTest, DamagedPicturesAreSkippedAndCounted) {
   EXPECT_EQ(loader.next()->images_BCHW.size(0), 0);
   EXPECT_EQ(loader.next()->images_BCHW.size(0), 1);
   EXPECT_EQ(loader.num_skipped(), 2);
+}
+
+TEST_F(ImageLoaderTest, APictureThatCannotBeReadIsNotSkipped) {
+  const std::string path = pictures_->at(6).path;
+  std::filesystem::remove(path);
+  auto skipping = options();
+  skipping.on_damage = OnDamage::kSkip;
+  ImageLoader loader(*pictures_, {{4, 6, 7}}, skipping);
+  EXPECT_EQ(test::message_of<UnreadableFile>([&] { loader.next(); }),
+            path + ": No such file or directory");
 }
 
 TEST_F(ImageLoaderTest, CanBeLeftBeforeTheEnd) {

@@ -257,6 +257,24 @@ TEST_F(RunCheckpointsTest, ABestThatIsNoRunsIsNamed) {
   }
 }
 
+TEST_F(RunCheckpointsTest, ThoseOfUpdatesThatAreMadeAgainGo) {
+  options_.keep_interval_updates = 2;
+  const auto kept = [&] { return kept_updates(options_.model_dir); };
+  {
+    RunCheckpoints killed(options_, "text", "valid", log_);
+    killed.save_with(alone_);
+    for (const int64_t update : {40, 80, 90}) killed.save_kept(state(update, 10), parts(1));
+    killed.finish();
+    EXPECT_EQ(kept(), (std::vector<int64_t>{80, 90}));
+  }
+  RunCheckpoints resumed(options_, "text", "valid", log_);
+  resumed.save_with(alone_);
+  resumed.remove_kept_after(80);
+  resumed.save_kept(state(85, 10), parts(1));
+  resumed.finish();
+  EXPECT_EQ(kept(), (std::vector<int64_t>{80, 85}));
+}
+
 TEST_F(RunCheckpointsTest, EarlierOnesGoOnlyForOnesThatAreThere) {
   options_.keep_interval_updates = 2;
   RunCheckpoints checkpoints(options_, "text", "valid", log_);
