@@ -138,7 +138,8 @@ at::Tensor Muon::own_update(Matrix& matrix) const {
 // This rank's elements of the orthogonalized update; undefined if it has none.
 at::Tensor Muon::orthogonal_update(const Matrix& matrix, const at::Tensor& own,
                                    CallSite site) const {
-  if (matrix.rows * matrix.columns == 0) return own;
+  // Of a cut matrix other ranks along "tp" may have elements.
+  if (matrix.rows * matrix.columns == 0 && matrix.cut == nullptr) return own;
   at::Tensor whole = own;
   if (matrix.is_shared || (matrix.cut != nullptr && !own.defined())) {
     whole = at::zeros({matrix.rows * matrix.columns},

@@ -36,19 +36,20 @@ const parallel::TensorParallelPlan kPlan{{"fused", {.dim = 0, .blocks = 2}},
 // one that is not, a number, a frozen parameter, and one that uneven parts before it make ranks shard
 // at another element.
 struct NetImpl : torch::nn::Module {
-  explicit NetImpl(const ProcessGroup& tensor, double first = 0.5) : group(tensor) {
+  explicit NetImpl(const ProcessGroup& tensor, double first = 0.5, int64_t inner = kInner)
+      : group(tensor) {
     const auto wave = [&](at::IntArrayRef shape) {
       const int64_t count = c10::multiply_integers(shape);
       return at::arange(count, at::kDouble).add(first).sin().view(shape);
     };
-    fused = register_parameter("fused", own(wave({2 * kInner, 5}), 0, 2));
-    fused_bias = register_parameter("fused_bias", own(wave({2 * kInner}), 0, 2));
-    second = register_parameter("second", own(wave({3, kInner}), 1));
+    fused = register_parameter("fused", own(wave({2 * inner, 5}), 0, 2));
+    fused_bias = register_parameter("fused_bias", own(wave({2 * inner}), 0, 2));
+    second = register_parameter("second", own(wave({3, inner}), 1));
     bias = register_parameter("bias", wave({3}));
     number = register_parameter("number", at::full({}, first + 1, at::kDouble));
     scale = register_parameter("scale", wave({50}) + 2);
     frozen = register_parameter("frozen", wave({3}), /*requires_grad=*/false);
-    seen = register_buffer("seen", own(wave({kInner}), 0));
+    seen = register_buffer("seen", own(wave({inner}), 0));
     steps = register_buffer("steps", at::full({}, 3, at::kLong));
   }
   at::Tensor forward(const at::Tensor& x) {
@@ -71,8 +72,8 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-Net plain_net(double first = 0.5) {
-  return Net(ProcessGroup(comm::RankInfo{}), first);
+Net plain_net(double first = 0.5, int64_t inner = kInner) {
+  return Net(ProcessGroup(comm::RankInfo{}), first, inner);
 }
 
 // Of the rows of batch `step`, those of a rank of `data`; the mean over ranks is the batch's.
@@ -103,7 +104,8 @@ using torch::optim::AdamW;
 
 // One process with its optimizer.
 struct OneProcess {
-  explicit OneProcess(double first = 0.5) : model(plain_net(first), alone) {}
+  explicit OneProcess(double first = 0.5, int64_t inner = kInner)
+      : model(plain_net(first, inner), alone) {}
   std::vector<double> run(int first, int last) {
     return train(model, optimizer, first, last, alone);
   }
@@ -198,7 +200,7 @@ TEST(TensorParallelTrainingTest, TwoModelsOfTwoRanksTrainAndSaveAsOneProcess) {
 
 // Three steps of Muon on the two matrices that are cut, against one process.
 template <class Model>
-void expect_muon_of_one_process(Model& model, const ProcessGroup& data) {
+void expect_muon_of_one_process(Model& model, const ProcessGroup& data, int64_t inner) {
   const auto matrices = [](std::vector<parallel::LocalShard> shards) {
     std::erase_if(shards, [](const auto& each) { return each.shape.size() < 2; });
     return shards;
@@ -214,7 +216,7 @@ void expect_muon_of_one_process(Model& model, const ProcessGroup& data) {
   parallel::Muon parts(matrices(state.trained), data,
                        {.weight_decay = 0.1, .tensor_parallel = model.ranks().tensor_parallel});
   run(model, parts, data);
-  OneProcess expected;
+  OneProcess expected(0.5, inner);
   parallel::Muon whole(matrices(state_of(expected.model).trained), expected.alone,
                        {.weight_decay = 0.1});
   run(expected.model, whole, expected.alone);
@@ -223,7 +225,8 @@ void expect_muon_of_one_process(Model& model, const ProcessGroup& data) {
   Net& plain = expected.model.module();
   EXPECT_TRUE(net->fused.allclose(net->own(plain->fused, 0, 2), kBound, kBound));
   EXPECT_TRUE(net->second.allclose(net->own(plain->second, 1), kBound, kBound));
-  EXPECT_FALSE(plain->second.allclose(plain_net()->second, 1e-2, 1e-2)) << "nothing was trained";
+  EXPECT_FALSE(plain->second.allclose(plain_net(0.5, inner)->second, 1e-2, 1e-2))
+      << "nothing was trained";
 }
 
 TEST(TensorParallelTrainingTest, MuonTakesWholeMatricesUnderEveryWrapper) {
@@ -235,7 +238,7 @@ TEST(TensorParallelTrainingTest, MuonTakesWholeMatricesUnderEveryWrapper) {
       SCOPED_TRACE(parallel::to_string(strategy));
       parallel::ParallelModel<Net> model(Net(mesh.group("tp")), mesh,
                                          {.strategy = strategy, .tensor_parallel = kPlan});
-      expect_muon_of_one_process(model, data);
+      expect_muon_of_one_process(model, data, kInner);
       if (strategy != parallel::Strategy::kZero3 || data.size() == 1) continue;
       const std::string refusal = test::message_of<c10::ValueError>([&] {
         std::vector<parallel::LocalShard> matrices = state_of(model).trained;
@@ -248,6 +251,15 @@ TEST(TensorParallelTrainingTest, MuonTakesWholeMatricesUnderEveryWrapper) {
   };
   test::ranks(2, body);
   test::ranks(4, body);
+}
+
+TEST(TensorParallelTrainingTest, MuonTakesAMatrixOfWhichOnePartIsEmpty) {
+  test::ranks(2, [](const ProcessGroup& world) {
+    const DeviceMesh mesh = init_device_mesh(world, {{"dp", 1}, {"tp", 2}});
+    parallel::ParallelModel<Net> model(Net(mesh.group("tp"), 0.5, 1), mesh,
+                                       {.tensor_parallel = kPlan});
+    expect_muon_of_one_process(model, mesh.group("dp"), 1);
+  });
 }
 
 TEST(TensorParallelTrainingTest, PlansThatDoNotFitAreRefusedOnEveryRank) {

@@ -131,24 +131,21 @@ std::vector<NamedTensor> all_parameters(const torch::nn::Module& model) {
 
 std::vector<std::string> resolve_names(const torch::nn::Module& model,
                                        const std::vector<std::string>& names) {
-  std::vector<std::pair<std::string, at::Tensor>> all;
-  for (const auto& item : model.named_parameters()) all.emplace_back(item.key(), item.value());
-  for (const auto& item : model.named_buffers()) all.emplace_back(item.key(), item.value());
-  Tensors meant;
+  std::vector<std::string> all = model.named_parameters().keys();
+  const std::vector<std::string> buffers = model.named_buffers().keys();
+  all.insert(all.end(), buffers.begin(), buffers.end());
+  std::vector<std::string> meant;
   for (const std::string& name : names) {
     bool known = false;
-    for (const auto& [each, tensor] : all) {
+    for (const std::string& each : all) {
       if (each != name && !each.starts_with(name + '.')) continue;
       known = true;
-      meant.insert(tensor.unsafeGetTensorImpl());
+      meant.push_back(each);
     }
     TORCH_CHECK_VALUE(known, "sharding: ignored ", name,
                       ": expected a parameter or buffer of the model, or a module that has some");
   }
-  std::vector<std::string> resolved;
-  for (const auto& [name, tensor] : all)
-    if (meant.contains(tensor.unsafeGetTensorImpl())) resolved.push_back(name);
-  return resolved;
+  return under_every_name(model, meant);
 }
 
 std::vector<UnitParameters> divide_into_units(const torch::nn::Module& model,
