@@ -78,20 +78,20 @@ at::Tensor Prepacked::product(const at::Tensor& x, const at::Tensor& bias) const
 at::Tensor Prepacked::product_of_blocks(const at::Tensor& x, const at::Tensor& bias) const {
   const int64_t in = in_;
   const at::Tensor rows = x.contiguous();
-  const at::Tensor added = at::zeros({weight_.size(0) * kPackedColumns}, at::kFloat);
-  if (bias.defined()) added.narrow(0, 0, out_).copy_(bias);
+  const at::Tensor added = bias.defined() ? bias.contiguous() : bias;
   at::Tensor out = at::empty({rows.size(0), out_}, at::kFloat);
   const auto multiply_blocks = [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       const int64_t first = block * kPackedColumns;
-      loops().packed_product({.x = rows.const_data_ptr<float>(),
-                              .rows = rows.size(0),
-                              .depth = in,
-                              .block = weight_.const_data_ptr<float>() + first * in,
-                              .bias = added.const_data_ptr<float>() + first,
-                              .columns = std::min(kPackedColumns, out_ - first),
-                              .out = out.mutable_data_ptr<float>() + first,
-                              .out_stride = out_});
+      loops().packed_product(
+          {.x = rows.const_data_ptr<float>(),
+           .rows = rows.size(0),
+           .depth = in,
+           .block = weight_.const_data_ptr<float>() + first * in,
+           .bias = added.defined() ? added.const_data_ptr<float>() + first : nullptr,
+           .columns = std::min(kPackedColumns, out_ - first),
+           .out = out.mutable_data_ptr<float>() + first,
+           .out_stride = out_});
     }
   };
   constexpr int64_t kProductsOfATask = int64_t{1} << 20;

@@ -118,6 +118,12 @@ at::Tensor checked_lengths(const char* name, const at::Tensor& lengths_B, int64_
   return lengths_B.contiguous();
 }
 
+// Rows of padded ids [B, longest].
+SentenceRows sentence_rows(const char* name, const at::Tensor& lengths_B, const at::Tensor& ids) {
+  return {.lengths_B = checked_lengths(name, lengths_B, ids.size(0), ids.size(1)),
+          .longest = ids.size(1)};
+}
+
 // Which elements of [B, longest] belong to sentences.
 at::Tensor rows_of_sentences(const at::Tensor& lengths_B, int64_t longest) {
   const at::Tensor position = at::arange(longest, lengths_B.options());
@@ -182,14 +188,16 @@ ProjectionImpl::ProjectionImpl(const ProjectionShape& shape, std::shared_ptr<Lay
 
 const ProjectionImpl::Part& ProjectionImpl::packed(int64_t first, int64_t count) {
   const std::lock_guard lock(mutex_);
-  const auto same = [&](const Part& part) { return part.first == first && part.count == count; };
-  const auto found = std::ranges::find_if(parts_, same);
-  const int64_t version = weight.is_inference() ? 0 : static_cast<int64_t>(weight._version());
-  if (found != parts_.end() && found->data == weight.const_data_ptr() &&
-      found->version == version && found->gradients == context_->gradients)
-    return *found;
-  parts_.remove_if(same);
-  Part part{first, count, weight.const_data_ptr(), version, context_->gradients, {}, {}};
+  const PartKey key{.first = first,
+                    .count = count,
+                    .data = weight.const_data_ptr(),
+                    .version = weight.is_inference() ? 0 : int64_t{weight._version()},
+                    .gradients = context_->gradients};
+  const auto found = std::ranges::find(parts_, key, &Part::key);
+  if (found != parts_.end()) return *found;
+  parts_.remove_if(
+      [&](const Part& part) { return part.key.first == first && part.key.count == count; });
+  Part part{.key = key, .rows = {}, .whole = {}};
   if (context_->precision == Precision::kInt8) {
     part.whole = Int8Matrix({weight, weight_scale});
   } else {
@@ -617,9 +625,7 @@ std::vector<torch::nn::Module*> TransformerImpl::layers() {
 }
 
 at::Tensor TransformerImpl::encode(const at::Tensor& source_BS, const at::Tensor& lengths_B) {
-  return encode_rows(source_BS, {.lengths_B = checked_lengths("source lengths", lengths_B,
-                                                              source_BS.size(0), source_BS.size(1)),
-                                 .longest = source_BS.size(1)});
+  return encode_rows(source_BS, sentence_rows("source lengths", lengths_B, source_BS));
 }
 
 at::Tensor TransformerImpl::encode_rows(const at::Tensor& source_BS, const SentenceRows& rows) {
@@ -636,12 +642,8 @@ at::Tensor TransformerImpl::encode_rows(const at::Tensor& source_BS, const Sente
 
 std::pair<at::Tensor, at::Tensor> TransformerImpl::labelled_states(const Batch& batch) {
   check_range("target ids", batch.input_BT, 0, options_.dim_vocab_target - 1);
-  const auto rows_of = [](const char* name, const at::Tensor& lengths_B, const at::Tensor& ids) {
-    return SentenceRows{.lengths_B = checked_lengths(name, lengths_B, ids.size(0), ids.size(1)),
-                        .longest = ids.size(1)};
-  };
-  SentenceRows source = rows_of("source lengths", batch.source_lengths_B, batch.source_BS);
-  SentenceRows target = rows_of("target lengths", batch.target_lengths_B, batch.input_BT);
+  SentenceRows source = sentence_rows("source lengths", batch.source_lengths_B, batch.source_BS);
+  SentenceRows target = sentence_rows("target lengths", batch.target_lengths_B, batch.input_BT);
   const at::Tensor rows = batch.label_rows();
   if (at::GradMode::is_enabled() && takes_packed_rows(batch.input_BT)) {
     source.elements_N = rows_of_sentences(source.lengths_B, source.longest);

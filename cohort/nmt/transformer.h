@@ -62,7 +62,8 @@ struct LayerContext {
   double dropout = 0;
   DropoutStream stream;
   c10::Device device = c10::kCPU;  ///< Where parameters are made.
-  int64_t gradients = 0;  ///< Forwards for gradients, behind which an optimizer may change weights.
+  int64_t gradients =
+      0;  ///< Counts forwards with gradients: after one, an optimizer may have changed the weights.
   std::shared_ptr<const TensorParallelContext> tensor_parallel =
       std::make_shared<TensorParallelContext>();
 };
@@ -119,12 +120,16 @@ class ProjectionImpl : public torch::nn::Module {
   at::Tensor bias;          ///< Undefined without bias.
 
  private:
-  // Rows of the weight as inference multiplies by them, and which weight they are of.
-  struct Part {
+  // Which rows, of which values of the weight.
+  struct PartKey {
     int64_t first = 0, count = 0;
     const void* data = nullptr;
-    int64_t version = 0;
-    int64_t gradients = 0;
+    int64_t version = 0, gradients = 0;
+    bool operator==(const PartKey&) const = default;
+  };
+  // Rows of the weight as inference multiplies by them.
+  struct Part {
+    PartKey key;
     Prepacked rows;
     Int8Matrix whole;  // instead of them in an int8 model, whatever rows are asked for
   };

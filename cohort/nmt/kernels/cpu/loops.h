@@ -183,7 +183,7 @@ struct PackedProduct {
   const float* x = nullptr;  ///< [rows, depth]
   int64_t rows = 0, depth = 0;
   const float* block = nullptr;  ///< [depth, kPackedColumns], of which `columns` > 0 are taken.
-  const float* bias = nullptr;   ///< [kPackedColumns]
+  const float* bias = nullptr;   ///< [columns], or null: 0.
   int64_t columns = 0;
   float* out = nullptr;  ///< Rows of `columns`, `out_stride` apart.
   int64_t out_stride = 0;

@@ -31,6 +31,9 @@ void product_tile(const PackedProduct& p, int64_t first_row, int64_t first) {
   const float* x = p.x + first_row * p.depth;
   const float* block = p.block + first;
   for (int64_t k = 0; k < p.depth; ++k) {
+    __builtin_prefetch(block + (p.depth + k) * kPackedColumns, 0, 2);
+    if constexpr (kTileColumns == 32)
+      __builtin_prefetch(block + (p.depth + k) * kPackedColumns + 16, 0, 2);
     Floats w[kVectors];
     for (int v = 0; v < kVectors; ++v)
       __builtin_memcpy(&w[v], block + k * kPackedColumns + v * kFloatLanes, sizeof w[v]);
@@ -40,9 +43,10 @@ void product_tile(const PackedProduct& p, int64_t first_row, int64_t first) {
       for (int v = 0; v < kVectors; ++v) sums[r][v] += element * w[v];
     }
   }
-  Floats bias[kVectors];
-  __builtin_memcpy(bias, p.bias + first, sizeof bias);
   const int64_t columns = p.columns - first < kTileColumns ? p.columns - first : kTileColumns;
+  Floats bias[kVectors] = {};
+  if (p.bias != nullptr)
+    __builtin_memcpy(bias, p.bias + first, static_cast<uint64_t>(columns) * sizeof(float));
   for (int r = 0; r < kRows; ++r) {
     Floats row[kVectors];
     for (int v = 0; v < kVectors; ++v) row[v] = sums[r][v] + bias[v];
@@ -62,7 +66,7 @@ inline void product_tile_of(int64_t rows, const PackedProduct& p, int64_t first_
 }
 
 inline void packed_product(const PackedProduct& p) {
-  // Tiles of about as many rows: a tile of a few would take nearly as long as a whole one.
+  // Tiles of nearly equal heights: a tile of few rows takes nearly as long as a full one.
   const int64_t tiles = (p.rows + kTileRows - 1) / kTileRows;
   for (int64_t first = 0; first < p.columns; first += kTileColumns) {
     for (int64_t tile = 0; tile < tiles; ++tile) {
