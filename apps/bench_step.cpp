@@ -15,6 +15,7 @@
 #include "cohort/cli/counted.h"
 #include "cohort/cli/parse.h"
 #include "cohort/comm/shared_tensor.h"
+#include "cohort/nmt/kernels/kernels.h"
 #include "cohort/parallel/strategy.h"
 #include "cohort/translate/precision.h"
 #include "cohort/translate/updater.h"
@@ -65,15 +66,10 @@ struct Operands {
     a = matrix(p.m, p.k, p.a_transposed);
     b = matrix(p.k, p.n, p.b_transposed);
     if (p.has_bias) bias = at::zeros({p.n}, p.type);
-    out = at::zeros({p.m, p.n}, p.type);
+    // Gradients of weights are in the weights' type.
+    out = at::zeros({p.m, p.n}, p.a_transposed ? at::kFloat : p.type);
   }
-  void multiply() {
-    if (bias.defined()) {
-      at::addmm_out(out, bias, a, b);
-    } else {
-      at::mm_out(out, a, b);
-    }
-  }
+  void multiply() { nmt::kernels_for(a).product(a, b, {.bias_M = bias}, out); }
 };
 
 // Seconds of the products of `steps` one after another with nothing between them, all ranks at

@@ -147,10 +147,7 @@ Section StepRecorder::section_of(std::string_view name, at::RecordScope scope) c
   const auto has = [&](std::string_view part) { return name.find(part) != name.npos; };
   if (scope == at::RecordScope::FUNCTION) {
     if (name.starts_with("c10d::")) return Section::kCommunication;
-    if (name == "aten::_foreach_norm") return Section::kOptimizer;
-    if (name != "aten::mm" && name != "aten::addmm") return now_;
-    if (now_ == Section::kLoss) return Section::kVocabulary;
-    return in_backward_ ? Section::kInputGradient : Section::kForward;
+    return name == "aten::_foreach_norm" ? Section::kOptimizer : now_;
   }
   if (scope == at::RecordScope::BACKWARD_FUNCTION) {
     if (has("FusedAttention")) return Section::kAttention;
@@ -159,8 +156,11 @@ Section StepRecorder::section_of(std::string_view name, at::RecordScope scope) c
   if (name == "forward" || name == "backward") return Section::kElementwise;
   if (name == "attention") return Section::kAttention;
   if (name == "loss") return Section::kLoss;
-  if (name == "weight_gradient")
-    return now_ == Section::kLoss ? Section::kVocabulary : Section::kWeightGradient;
+  if (name == "product" || name == "weight_gradient") {
+    if (now_ == Section::kLoss) return Section::kVocabulary;
+    if (name == "weight_gradient") return Section::kWeightGradient;
+    return in_backward_ ? Section::kInputGradient : Section::kForward;
+  }
   if (name == "Optimizer.step") return Section::kOptimizer;
   return has(".wait ") || has("comm_hook ") ? Section::kCommunication : now_;
 }
@@ -168,12 +168,10 @@ Section StepRecorder::section_of(std::string_view name, at::RecordScope scope) c
 void StepRecorder::add_product(const at::RecordFunction& range, std::string_view name,
                                Section section) {
   const auto inputs = range.inputs();
-  const bool has_bias = name == "aten::addmm";
-  const size_t first = has_bias ? 1 : 0;
-  if (inputs.size() < first + 2 || !inputs[first].isTensor() || !inputs[first + 1].isTensor())
-    return;
-  at::Tensor a = inputs[first].toTensor();
-  const at::Tensor& b = inputs[first + 1].toTensor();
+  if (inputs.size() < 2 || !inputs[0].isTensor() || !inputs[1].isTensor()) return;
+  at::Tensor a = inputs[0].toTensor();
+  const at::Tensor& b = inputs[1].toTensor();
+  const bool has_bias = inputs.size() > 2 && inputs[2].toTensor().defined();
   if (name == "weight_gradient") a = a.t();
   step_.products.push_back({section, a.size(0), a.size(1), b.size(1), is_transposed(a),
                             is_transposed(b), has_bias, b.scalar_type()});

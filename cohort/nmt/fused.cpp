@@ -221,13 +221,24 @@ struct MaskedSoftmax : torch::autograd::Function<MaskedSoftmax> {
   }
 };
 
-// The gradient of these rows; where `earlier` is defined, added to it, in its memory.
-at::Tensor weight_gradient(const at::Tensor& grad_NM, const at::Tensor& x_NK, at::ScalarType type,
-                           const at::Tensor& earlier = {}) {
+// Adds the gradient of these rows to what is in `total`, if that is `earlier`, or writes it there.
+void weight_gradient(const at::Tensor& grad_NM, const at::Tensor& x_NK, at::Tensor& total,
+                     bool has_earlier = false) {
   RECORD_USER_SCOPE_WITH_INPUTS("weight_gradient", (std::vector<c10::IValue>{grad_NM, x_NK}));
-  if (earlier.defined() && type == grad_NM.scalar_type()) return earlier.addmm_(grad_NM.t(), x_NK);
-  const at::Tensor own = kernels_for(grad_NM).weight_gradient(grad_NM, x_NK, type);
-  return earlier.defined() ? earlier.add_(own) : own;
+  kernels_for(grad_NM).product(grad_NM.t(), x_NK, {.add = has_earlier}, total);
+}
+
+// out = a b (+ bias, in each row)
+void multiply(const at::Tensor& a, const at::Tensor& b, at::Tensor& out,
+              const at::Tensor& bias_M = {}) {
+  RECORD_USER_SCOPE_WITH_INPUTS("product", (std::vector<c10::IValue>{a, b, bias_M}));
+  kernels_for(a).product(a, b, {.bias_M = bias_M}, out);
+}
+
+at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias_M = {}) {
+  at::Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
+  multiply(a, b, out, bias_M);
+  return out;
 }
 
 // What a product of linear() keeps for its gradients, and those.
@@ -242,12 +253,14 @@ variable_list operand_gradients(AutogradContext* context, const at::Tensor& grad
   const std::vector<int64_t> types = context->saved_data["types"].toIntVector();
   variable_list results(2);
   if (context->needs_input_grad(0)) {
-    results[0] = at::mm(grad, w)
+    results[0] = product(grad, w)
                      .view(context->saved_data["x"].toIntVector())
                      .to(static_cast<at::ScalarType>(types[0]));
   }
-  if (context->needs_input_grad(1))
-    results[1] = weight_gradient(grad, rows, static_cast<at::ScalarType>(types[1]));
+  if (context->needs_input_grad(1)) {
+    results[1] = at::empty(w.sizes(), w.options().dtype(static_cast<at::ScalarType>(types[1])));
+    weight_gradient(grad, rows, results[1]);
+  }
   return results;
 }
 
@@ -262,7 +275,7 @@ struct Linear : torch::autograd::Function<Linear> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias, at::ScalarType type) {
     const at::Tensor rows = x.to(type).reshape({-1, x.size(-1)}), w = weight.to(type);
-    const at::Tensor y = bias ? at::addmm(bias->to(type), rows, w.t()) : at::mm(rows, w.t());
+    const at::Tensor y = product(rows, w.t(), bias ? bias->to(type) : at::Tensor());
     context->save_for_backward({rows, w});
     save_operands(context, x, weight);
     if (bias) context->saved_data["bias"] = bias->scalar_type();
@@ -286,7 +299,7 @@ struct LinearReluDropout : torch::autograd::Function<LinearReluDropout> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
                             const at::Tensor& bias, at::ScalarType type, const Dropping& dropping) {
     const at::Tensor rows = x.to(type).reshape({-1, x.size(-1)}), w = weight.to(type);
-    const at::Tensor out = at::mm(rows, w.t());
+    const at::Tensor out = product(rows, w.t());
     kernels_for(x).bias_relu_dropout.forward(out, bias.contiguous(), dropping);
     context->save_for_backward({rows, w, out});
     save_operands(context, x, weight);
@@ -376,13 +389,14 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
     for (int64_t first = 0; first < rows; first += kChunkRows) {
       const int64_t count = std::min(kChunkRows, rows - first);
       const at::Tensor h = hidden.narrow(0, first, count);
-      at::Tensor logits = at::mm(h, w.t());
+      const at::Tensor logits = product(h, w.t());
       kernels_for(logits).cross_entropy(logits, labels.narrow(0, first, count), smoothing,
                                         with_gradient, sums);
       if (!with_gradient) continue;
       at::Tensor grad_h = grad_hidden.narrow(0, first, count);
-      at::mm_out(grad_h, logits, w);
-      grad_weight = weight_gradient(logits, h, wide, grad_weight);
+      multiply(logits, w, grad_h);
+      if (first == 0) grad_weight = at::empty(w.sizes(), w.options().dtype(wide));
+      weight_gradient(logits, h, grad_weight, /*has_earlier=*/first > 0);
     }
     if (with_gradient) {
       if (!grad_weight.defined()) grad_weight = at::zeros(w.sizes(), w.options().dtype(wide));

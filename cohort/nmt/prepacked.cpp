@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cohort/nmt/kernels/cpu/loops.h"
+#include "cohort/nmt/kernels/cpu/tile_product.h"
 
 namespace cohort::nmt {
 namespace {
@@ -59,6 +60,9 @@ Prepacked::Prepacked(const at::Tensor& weight)
   if (type == at::kFloat) {
     form_ = Form::kBlocks;
     weight_ = in_blocks(weight.detach());
+  } else if (type == at::kBFloat16 && has_tiles()) {
+    form_ = Form::kTiles;
+    weight_ = pack_columns(weight.detach());
   } else if (type == at::kBFloat16 && has_onednn &&
              std::string_view(supported_loops()[0]->name) == "avx512") {
     form_ = Form::kOneDnn;
@@ -121,6 +125,7 @@ at::Tensor Prepacked::multiply(const at::Tensor& x, const at::Tensor& bias) cons
   shape.back() = out_;
   if (rows.size(0) == 0) return at::empty(shape, x.options());
   if (form_ == Form::kBlocks) return product_of_blocks(rows, bias).view(shape);
+  if (form_ == Form::kTiles) return multiply_columns(rows, weight_, out_, bias).view(shape);
   if ((form_ == Form::kOneDnn && rows.size(0) >= kFewestRows) || x.scalar_type() == at::kDouble)
     return product(rows, bias).view(shape);
   // Products of one size are of one kernel.

@@ -6,8 +6,8 @@
 
 namespace cohort::nmt {
 
-/// W of y = x W^T (+ b), rearranged once: float32 for the project's own loops, bfloat16 by oneDNN where the processor
-/// has AVX-512, both on a CPU; others stay as they are. For inference: no gradients.
+/// W of y = x W^T (+ b), rearranged once: float32 for the project's own loops, bfloat16 for AMX's tiles, or by oneDNN
+/// where the processor has AVX-512, all on a CPU; others stay as they are. For inference: no gradients.
 ///
 /// Numerics: in float32 and bfloat16 a row of y is the same whatever other rows x has, which `at::linear` does not
 /// promise. On a CPU the number of threads changes nothing either.
@@ -25,7 +25,7 @@ class Prepacked {
   at::Tensor product(const at::Tensor& x, const at::Tensor& bias) const;
   at::Tensor product_of_blocks(const at::Tensor& x, const at::Tensor& bias) const;
 
-  enum class Form { kGiven, kOneDnn, kBlocks };
+  enum class Form { kGiven, kOneDnn, kBlocks, kTiles };
   Form form_ = Form::kGiven;
   at::Tensor weight_;  // kBlocks: [blocks of outputs, in, kPackedColumns], with 0 behind the last
   at::TensorOptions options_;  // of the weight that was given

@@ -36,7 +36,8 @@ inline comm::ProcessGroup on_cpu(const comm::ProcessGroup& group) {
 inline void expect_same_bits(const Results& got, const Results& expected) {
   ASSERT_EQ(got.size(), expected.size());
   for (size_t i = 0; i < got.size(); ++i)
-    EXPECT_TRUE(at::equal(got[i].cpu(), expected[i].cpu())) << i;
+    EXPECT_TRUE(at::equal(got[i].cpu(), expected[i].cpu()))
+        << i << ": " << (got[i].cpu() - expected[i].cpu()).abs().max().item<double>();
 }
 
 }  // namespace cohort::test

@@ -74,7 +74,9 @@ std::vector<at::Tensor> results_on(const comm::ProcessGroup& group, const Case& 
   for (int update = 0; update < kNumUpdates; ++update) {
     const UpdateReport report = updater.update(batches_of(update, data_group));
     EXPECT_FALSE(report.skipped);
-    results.push_back(at::tensor({report.nll_sum, report.gradient_norm}, at::kDouble));
+    // The order of a norm's sum in float64 depends on where a shard lies in memory: it is rounded.
+    results.push_back(at::tensor({report.nll_sum}, at::kDouble));
+    results.push_back(at::tensor({report.gradient_norm}, at::kFloat));
   }
   const at::Device kept = c.cpu_offload ? at::Device(at::kCPU) : group.device();
   for (const auto& [part, shards] : updater.parts()) {

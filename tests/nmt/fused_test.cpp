@@ -1204,8 +1204,10 @@ void check_linear(at::ScalarType of_x, at::ScalarType type, bool bias) {
   ASSERT_EQ(got.size(), expected.size());
   for (size_t i = 0; i < got.size(); ++i) {
     EXPECT_EQ(got[i].scalar_type(), expected[i].scalar_type()) << i;
-    if (i < 3) {
+    if (i < 2) {
       EXPECT_TRUE(at::equal(got[i], expected[i])) << i;
+    } else if (i == 2) {  // Libtorch rounds a weight's gradient to `type`; here it need not be.
+      EXPECT_TRUE(at::equal(got[i].to(type), expected[i].to(type)));
     } else {  // A bias's gradient is a sum of six float32 numbers, libtorch's rounded to `type`.
       expect_within(got[i], expected[i].to(at::kDouble),
                     (unit_of(type) + 8 * kU) * expected[i].abs().to(at::kDouble));

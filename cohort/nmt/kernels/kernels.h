@@ -95,6 +95,12 @@ struct BiasReluDropoutKernels {
                                                 float scale) = nullptr;
 };
 
+/// What a product adds. One of both at most.
+struct ProductOptions {
+  at::Tensor bias_M{};  ///< To each row, in the operands' type, which is out's; undefined: nothing.
+  bool add = false;     ///< What is in `out`.
+};
+
 /// Operands are contiguous unless it says otherwise, of one device, and float32, float64 or bfloat16 unless it says another
 /// type. Results are of the operands' type; sums run in float32 (float64 for float64).
 struct Kernels {
@@ -123,10 +129,10 @@ struct Kernels {
   at::Tensor (*softmax_backward)(const at::Tensor& probs_BHQK, const at::Tensor& grad_BHQK,
                                  const SoftmaxMask& mask, const Dropping& dropping) = nullptr;
   AttentionKernels attention;
-  /// Returns grad_NM^T x_NK in `type`. Sums run in float32 (float64 for float64), and may be rounded
-  /// to the operands' type before a wider one.
-  at::Tensor (*weight_gradient)(const at::Tensor& grad_NM, const at::Tensor& x_NK,
-                                at::ScalarType type) = nullptr;
+  /// out = a b: [N, K] by [K, M], either of which may be transposed. Options as they say. `out` is of the operands' type
+  /// or a wider one; sums may be rounded to the operands' type before that.
+  void (*product)(const at::Tensor& a, const at::Tensor& b, const ProductOptions& options,
+                  at::Tensor& out) = nullptr;
   /// Adds the rows' smoothed losses to sums[0] and -log p[label] to sums[1], both float64; then, if
   /// `with_gradient`, overwrites logits_NV by the losses' gradient. labels_N int64 in [0, V).
   void (*cross_entropy)(const at::Tensor& logits_NV, const at::Tensor& labels_N, double smoothing,

@@ -120,8 +120,16 @@ at::Tensor aten_softmax_backward(const at::Tensor& probs, const at::Tensor& grad
   return (p * (g - dot) * mask.scale).to(probs.scalar_type());
 }
 
-at::Tensor aten_weight_gradient(const at::Tensor& grad, const at::Tensor& x, at::ScalarType type) {
-  return at::mm(grad.t(), x).to(type);
+void aten_product(const at::Tensor& a, const at::Tensor& b, const ProductOptions& options,
+                  at::Tensor& out) {
+  const bool same = out.scalar_type() == a.scalar_type();
+  if (options.bias_M.defined()) {
+    at::addmm_out(out, options.bias_M, a, b);
+  } else if (options.add) {
+    same ? out.addmm_(a, b) : out.add_(at::mm(a, b));
+  } else {
+    same ? at::mm_out(out, a, b) : out.copy_(at::mm(a, b));
+  }
 }
 
 void aten_cross_entropy(const at::Tensor& logits, const at::Tensor& labels, double smoothing,
@@ -152,7 +160,7 @@ const Kernels kAtenKernels = {.dropout = aten_dropout,
                               .swish = {aten_swish, aten_swish_backward},
                               .softmax = aten_softmax,
                               .softmax_backward = aten_softmax_backward,
-                              .weight_gradient = aten_weight_gradient,
+                              .product = aten_product,
                               .cross_entropy = aten_cross_entropy};
 
 }  // namespace cohort::nmt

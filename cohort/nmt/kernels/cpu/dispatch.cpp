@@ -1,8 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cpuid.h>
+#include <cstdlib>
+#include <cstring>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "cohort/base/amx.h"
 #include "cohort/nmt/kernels/cpu/loops.h"
 
 namespace cohort::nmt {
 
+extern const Loops amx;
 extern const Loops avx512;
 extern const Loops avx2;
 extern const Loops sse2;
@@ -14,15 +22,30 @@ const Loops*& in_use() {
   return table;
 }
 
+// Whether the processor multiplies bfloat16 by tiles, the kernel lets this process use them, and ONEDNN_MAX_CPU_ISA, which
+// libtorch's own products follow, does not exclude them.
+bool has_amx() {
+  constexpr unsigned kAmxBf16 = 1U << 22, kAmxTile = 1U << 24, kAvx512Bf16 = 1U << 5;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d) == 0 || (a & kAvx512Bf16) == 0) return false;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kAmxBf16) == 0 || (d & kAmxTile) == 0)
+    return false;
+  const char* most = std::getenv("ONEDNN_MAX_CPU_ISA");
+  if (most != nullptr && std::strstr(most, "AMX") == nullptr) return false;
+  return !amx_has_no_tiles() && ::syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
 }  // namespace
 
 const Loops* const* supported_loops() {
-  static const Loops* const all[] = {&avx512, &avx2, &sse2, nullptr};
+  static const Loops* const all[] = {&amx, &avx512, &avx2, &sse2, nullptr};
   static const bool has_avx512 =
       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return has_avx512 ? all : has_avx2 ? all + 1 : all + 2;
+  static const int first = has_avx512 ? (has_amx() ? 0 : 1) : has_avx2 ? 2 : 3;
+  return all + first;
 }
 
 const Loops& loops() {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cohort/nmt/kernels/cpu/for_type.h"
+#include "cohort/nmt/kernels/cpu/tile_product.h"
 
 namespace cohort::nmt {
 namespace {
@@ -498,9 +499,11 @@ const Kernels kCpuKernels = {
     .attention = {.takes_packed = true,
                   .forward = attention_by_loops,
                   .backward = attention_backward_by_loops},
-    .weight_gradient =
-        [](const at::Tensor& grad, const at::Tensor& x, at::ScalarType type) {
-          return kAtenKernels.weight_gradient(grad, x, type);
+    .product =
+        [](const at::Tensor& a, const at::Tensor& b, const ProductOptions& options,
+           at::Tensor& out) {
+          if (!multiply_by_tiles(a, b, options.bias_M, options.add, out))
+            kAtenKernels.product(a, b, options, out);
         },
     .cross_entropy = cross_entropy_by_loops};
 

@@ -12,6 +12,9 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(__AMX_BF16__)
+#include "cohort/nmt/kernels/cpu/panel_product.h"
+#endif
 
 namespace cohort::nmt {
 namespace {
@@ -601,13 +604,23 @@ constexpr LoopsOf<T> table() {
           sum_of_exp<T>};
 }
 
+#if defined(__AMX_BF16__)
+constexpr PanelLoops kPanelLoops{pack_panels<true>, pack_panels<false>, multiply_panels};
+#else
+constexpr PanelLoops kPanelLoops{};
+#endif
+
 }  // namespace
 
 #define COHORT_STRING_OF(x) #x
 #define COHORT_NAME(x) COHORT_STRING_OF(x)
 extern const Loops COHORT_LOOPS;
-const Loops COHORT_LOOPS = {
-    COHORT_NAME(COHORT_LOOPS), table<float>(), table<double>(),
-    table<BFloat16Bits>(),     packed_product, {quantize, product, scale, log_sum}};
+const Loops COHORT_LOOPS = {COHORT_NAME(COHORT_LOOPS),
+                            table<float>(),
+                            table<double>(),
+                            table<BFloat16Bits>(),
+                            packed_product,
+                            kPanelLoops,
+                            {quantize, product, scale, log_sum}};
 
 }  // namespace cohort::nmt

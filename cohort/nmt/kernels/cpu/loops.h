@@ -189,6 +189,38 @@ struct PackedProduct {
   int64_t out_stride = 0;
 };
 
+/// An operand of a product in bfloat16. Element (i, k), k along the sum, is data[i * outer + k * inner]; one of the
+/// strides is 1.
+struct MatrixBits {
+  const BFloat16Bits* data = nullptr;
+  int64_t outer = 0, inner = 0;
+};
+
+/// Rows of the first operand, or columns of the second, that a panel holds; and of its depth, what is padded with 0 to
+/// whole units. A panel has kPanelWidth * depth elements so.
+inline constexpr int64_t kPanelWidth = 32, kPanelDepth = 32;
+
+/// The product of packed panels. An element's sum is a function of its row, its column and the depth.
+struct PanelProduct {
+  const BFloat16Bits* row_panels = nullptr;
+  const BFloat16Bits* column_panels = nullptr;
+  int64_t rows = 0, columns = 0, depth = 0;
+  bool add = false;       ///< To what is in `sums`.
+  float* sums = nullptr;  ///< Results, unless `out` takes them.
+  int64_t sums_stride = 0;
+  const float* bias = nullptr;  ///< [columns], added to `out`; null: none.
+  BFloat16Bits* out = nullptr;  ///< Results, rounded.
+  int64_t out_stride = 0;
+};
+
+/// Products of bfloat16 with sums in float32, subnormal numbers as 0. Null where the instruction set has no tiles.
+struct PanelLoops {
+  void (*pack_rows)(const MatrixBits& matrix, int64_t rows, int64_t depth, BFloat16Bits* panels);
+  void (*pack_columns)(const MatrixBits& matrix, int64_t columns, int64_t depth,
+                       BFloat16Bits* panels);
+  void (*multiply)(const PanelProduct& product);
+};
+
 /// Columns of a block of an 8-bit matrix. Of a block [depth, kInt8Columns] the elements of four neighbouring rows lie
 /// together: [depth / 4, kInt8Columns, 4].
 inline constexpr int64_t kInt8Columns = 64;
@@ -224,11 +256,12 @@ struct Int8Loops {
 };
 
 struct Loops {
-  const char* name;  ///< Instruction set: "avx512", "avx2" or "sse2".
+  const char* name;  ///< Instruction set: "amx", "avx512", "avx2" or "sse2".
   LoopsOf<float> f32;
   LoopsOf<double> f64;
   LoopsOf<BFloat16Bits> bf16;
   void (*packed_product)(const PackedProduct& product);
+  PanelLoops panels;
   Int8Loops int8;
 };
 

@@ -265,10 +265,15 @@ void cuda_attention_backward(const AttentionOperands& operands, const at::Tensor
 }
 
 // Unrounded where cuBLAS gives it: float32 of half types.
-at::Tensor cuda_weight_gradient(const at::Tensor& grad, const at::Tensor& x, at::ScalarType type) {
-  if (!grad.is_cuda() || type != at::kFloat || grad.scalar_type() != at::kBFloat16)
-    return kAtenKernels.weight_gradient(grad, x, type);
-  return at::mm(grad.t(), x, type);
+void cuda_product(const at::Tensor& a, const at::Tensor& b, const ProductOptions& options,
+                  at::Tensor& out) {
+  if (!a.is_cuda() || out.scalar_type() != at::kFloat || a.scalar_type() != at::kBFloat16)
+    return kAtenKernels.product(a, b, options, out);
+  if (options.add) {
+    out.add_(at::mm(a, b, at::kFloat));
+  } else {
+    at::mm_out(out, a, b, at::kFloat);
+  }
 }
 
 void cuda_cross_entropy(const at::Tensor& logits, const at::Tensor& labels, double smoothing,
@@ -314,7 +319,7 @@ const Kernels kCudaKernels = {.dropout = cuda_dropout,
                               .attention = {.takes = cuda_takes_attention,
                                             .forward = cuda_attention,
                                             .backward = cuda_attention_backward},
-                              .weight_gradient = cuda_weight_gradient,
+                              .product = cuda_product,
                               .cross_entropy = cuda_cross_entropy};
 
 }  // namespace cohort::nmt
