@@ -28,7 +28,7 @@ enum class Section : uint8_t {
 };
 inline constexpr size_t kNumSections = 10;
 
-/// What at::mm or at::addmm was called with: [M, K] times [K, N].
+/// A product that was computed: [M, K] times [K, N].
 struct Product {
   Section section;
   int64_t m, k, n;

@@ -30,7 +30,7 @@ const c10::TypedOperatorHandle<Signature>& onednn(const char* name) {
   return handle;
 }
 
-// oneDNN's products in bfloat16 of at least so many rows sum every row in one order; those of fewer may have other
+// oneDNN's products in bfloat16 without AMX of at least so many rows sum every row in one order; those of fewer may have other
 // kernels. Where the weight is not rearranged, the order may change with the number of rows: there all products are of
 // kBlockRows rows, which costs time.
 constexpr int64_t kFewestRows = 16;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How fast libtorch multiplies matrices on this CPU. A header alone, for programs without the translator have it, too.
+// How fast this CPU multiplies matrices. A header alone, for programs without the translator have it, too.
 #pragma once
 #include <ATen/Parallel.h>
 #include <algorithm>
@@ -25,18 +25,27 @@ class NumThreads {
   int before_;
 };
 
-/// A product as training makes them: of one type, by at::mm.
+/// out = a b
+using Multiply = void (*)(const at::Tensor& a, const at::Tensor& b, at::Tensor& out);
+inline void multiply_by_libtorch(const at::Tensor& a, const at::Tensor& b, at::Tensor& out) {
+  at::mm_out(out, a, b);
+}
+
+/// A product as training makes them: of one type.
 class TimedProduct {
  public:
   /// [256 threads, 512] x [512, columns].
-  TimedProduct(at::ScalarType type, int threads, int64_t columns)
+  TimedProduct(at::ScalarType type, int threads, int64_t columns, Multiply multiply)
       : threads_(threads),
+        multiply_(multiply),
         x_(at::ones({256 * int64_t{threads}, 512}, type)),
         weight_(at::ones({columns, 512}, type)),
-        out_(at::mm(x_, weight_.t())) {}  // The first one makes the kernel.
+        out_(at::empty({x_.size(0), columns}, type)) {
+    multiply_(x_, weight_.t(), out_);  // The first one makes the kernel.
+  }
   void run() {
     const double start = now();
-    at::mm_out(out_, x_, weight_.t());
+    multiply_(x_, weight_.t(), out_);
     seconds_.push_back(now() - start);
   }
   /// The median's. After run().
@@ -55,6 +64,7 @@ class TimedProduct {
   }
 
   int threads_;
+  Multiply multiply_;
   at::Tensor x_, weight_, out_;
   std::vector<double> seconds_;
 };
@@ -65,11 +75,12 @@ struct ProductRates {
 
 /// Medians of five products of both types or more, until `budget` is over. Leaves the number of threads as it was, also if it throws;
 /// draws no random numbers.
-inline ProductRates measure_products(int threads, int64_t columns,
-                                     std::chrono::milliseconds budget) {
+inline ProductRates measure_products(int threads, int64_t columns, std::chrono::milliseconds budget,
+                                     Multiply multiply = multiply_by_libtorch) {
   const at::NoGradGuard no_grad;
   const NumThreads set(threads);
-  TimedProduct float32(at::kFloat, threads, columns), bfloat16(at::kBFloat16, threads, columns);
+  TimedProduct float32(at::kFloat, threads, columns, multiply),
+      bfloat16(at::kBFloat16, threads, columns, multiply);
   const auto end = std::chrono::steady_clock::now() + budget;
   for (int i = 0; i < 5 || std::chrono::steady_clock::now() < end; ++i) {
     float32.run();  // In turn: the clock's changes meet both.

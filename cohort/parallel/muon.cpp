@@ -70,11 +70,38 @@ at::Tensor orthogonalize(const at::Tensor& matrix, int num_iterations) {
   return tall ? x.t() : x;
 }
 
+struct Muon::Listing {
+  static std::string of(const std::map<std::string, Matrix>& matrices) {
+    std::ostringstream text;
+    for (const auto& [name, matrix] : matrices)
+      text << matrix.rows << ' ' << matrix.columns << ' ' << static_cast<int>(matrix.type) << ' '
+           << matrix.device.is_cpu() << ' ' << matrix.end - matrix.begin << ' ' << name << '\n';
+    return text.str();
+  }
+  // Calls call(matrix, held) for each matrix that a rank of `group` has listed.
+  template <class Call>
+  static void exchange(const std::string& own, const comm::ProcessGroup& group, CallSite site,
+                       const Call& call) {
+    for (const std::string& text : group.all_gather_object(own, site)) {
+      std::istringstream lines(text);
+      Matrix other;
+      int type = 0;
+      bool on_cpu = true;
+      int64_t held = 0;
+      while (lines >> other.rows >> other.columns >> type >> on_cpu >> held && lines.ignore() &&
+             std::getline(lines, other.name)) {
+        other.type = static_cast<at::ScalarType>(type);
+        other.device = on_cpu ? at::kCPU : group.device();
+        call(other, held);
+      }
+    }
+  }
+};
+
 Muon::Muon(const std::vector<LocalShard>& shards, const comm::ProcessGroup& group,
            const MuonOptions& options, CallSite site)
     : group_(group), options_(options) {
   std::map<std::string, Matrix> own;
-  std::ostringstream listed;
   for (const LocalShard& shard : shards) {
     if (!shard.tensor.requires_grad()) continue;
     TORCH_CHECK_VALUE(shard.shape.size() >= 2,
@@ -89,9 +116,6 @@ Muon::Muon(const std::vector<LocalShard>& shards, const comm::ProcessGroup& grou
                   .momentum = at::zeros_like(shard.tensor.detach()),
                   .type = shard.tensor.scalar_type(),
                   .device = shard.tensor.device()};
-    listed << matrix.rows << ' ' << matrix.columns << ' ' << static_cast<int>(matrix.type) << ' '
-           << matrix.device.is_cpu() << ' ' << matrix.end - matrix.begin << ' ' << matrix.name
-           << '\n';
     own.emplace(shard.name, std::move(matrix));
   }
   // A rank may hold nothing of a matrix, and takes part in its gathering.
@@ -100,24 +124,27 @@ Muon::Muon(const std::vector<LocalShard>& shards, const comm::ProcessGroup& grou
     int64_t elements = 0;
   };
   std::map<std::string, Holders> holders;
-  for (const std::string& text : group_.all_gather_object(listed.str(), site)) {
-    std::istringstream lines(text);
-    Matrix other;
-    int type = 0;
-    bool on_cpu = true;
-    int64_t held = 0;
-    while (lines >> other.rows >> other.columns >> type >> on_cpu >> held && lines.ignore() &&
-           std::getline(lines, other.name)) {
-      other.type = static_cast<at::ScalarType>(type);
-      other.device = on_cpu ? at::kCPU : group_.device();
-      holders[other.name].whole += held == other.rows * other.columns;
-      holders[other.name].elements += held;
+  const auto add_other = [&](const Matrix& other, int64_t held) {
+    holders[other.name].whole += held == other.rows * other.columns;
+    holders[other.name].elements += held;
+    own.emplace(other.name, other);
+  };
+  Listing::exchange(Listing::of(own), group_, site, add_other);
+  if (options_.tensor_parallel) {
+    // Sharded ranks list nothing of an empty part, whose other parts they gather nevertheless.
+    const auto add_empty = [&](Matrix other, int64_t) {
+      const TensorPart* part = options_.tensor_parallel->part_of(other.name);
+      if (part == nullptr || own.contains(other.name)) return;
+      const std::vector<int64_t> shape = part->part_shape();
+      other.rows = shape[0];
+      other.columns = c10::multiply_integers(shape.begin() + 1, shape.end());
       own.emplace(other.name, other);
-    }
+    };
+    Listing::exchange(Listing::of(own), options_.tensor_parallel->group(), site, add_empty);
   }
   for (auto& [name, matrix] : own) {
-    const auto [whole, elements] = holders.at(name);
-    matrix.is_shared = whole < group_.size();
+    const auto [whole, elements] = holders[name];
+    matrix.is_shared = matrix.rows * matrix.columns > 0 && whole < group_.size();
     TORCH_CHECK_VALUE(!matrix.is_shared || elements == matrix.rows * matrix.columns,
                       "Muon: expected a group whose ranks divide the ",
                       matrix.rows * matrix.columns, " elements of ", name,

@@ -101,6 +101,7 @@ class Muon {
     bool is_shared = false;           // on some rank less than the whole
     const TensorPart* cut = nullptr;  // all this is of this part
   };
+  struct Listing;  // What ranks tell each other of their matrices.
   at::Tensor own_update(Matrix& matrix) const;
   at::Tensor orthogonal_update(const Matrix& matrix, const at::Tensor& own, CallSite site) const;
   static double scale_of(const Matrix& matrix);

@@ -117,5 +117,17 @@ TEST(ProductTest, TilesGiveAnElementTheSameBitsWhateverIsBesideItAndHoweverManyT
   at::set_num_threads(threads);
 }
 
+TEST(ProductTest, AmxIsLeftOutWhereOneDnnLeavesItOut) {
+  for (const char* value : {"", "DEFAULT", "all", "AVX512_CORE_AMX", "avx10_1_512_amx"})
+    EXPECT_TRUE(allow_amx(value, nullptr)) << value;
+  for (const char* value : {"AVX512_CORE_FP16", "avx2", "SSE41"}) {
+    EXPECT_FALSE(allow_amx(value, nullptr)) << value;
+    EXPECT_FALSE(allow_amx(nullptr, value)) << value;
+    EXPECT_FALSE(allow_amx("", value)) << value;
+    EXPECT_TRUE(allow_amx("AVX512_CORE_AMX", value)) << value;
+  }
+  EXPECT_TRUE(allow_amx(nullptr, nullptr));
+}
+
 }  // namespace product_test
 }  // namespace cohort::nmt

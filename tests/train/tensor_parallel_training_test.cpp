@@ -254,12 +254,18 @@ TEST(TensorParallelTrainingTest, MuonTakesWholeMatricesUnderEveryWrapper) {
 }
 
 TEST(TensorParallelTrainingTest, MuonTakesAMatrixOfWhichOnePartIsEmpty) {
-  test::ranks(2, [](const ProcessGroup& world) {
-    const DeviceMesh mesh = init_device_mesh(world, {{"dp", 1}, {"tp", 2}});
-    parallel::ParallelModel<Net> model(Net(mesh.group("tp"), 0.5, 1), mesh,
-                                       {.tensor_parallel = kPlan});
-    expect_muon_of_one_process(model, mesh.group("dp"), 1);
-  });
+  const auto body = [](const ProcessGroup& world) {
+    const DeviceMesh mesh = init_device_mesh(world, {{"dp", -1}, {"tp", 2}});
+    for (const auto strategy : {parallel::Strategy::kDdp, parallel::Strategy::kZero1,
+                                parallel::Strategy::kZero2, parallel::Strategy::kZero3}) {
+      SCOPED_TRACE(parallel::to_string(strategy));
+      parallel::ParallelModel<Net> model(Net(mesh.group("tp"), 0.5, 1), mesh,
+                                         {.strategy = strategy, .tensor_parallel = kPlan});
+      expect_muon_of_one_process(model, mesh.group("dp"), 1);
+    }
+  };
+  test::ranks(2, body);
+  test::ranks(4, body);
 }
 
 TEST(TensorParallelTrainingTest, PlansThatDoNotFitAreRefusedOnEveryRank) {

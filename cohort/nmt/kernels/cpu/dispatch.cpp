@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cctype>
 #include <cpuid.h>
 #include <cstdlib>
-#include <cstring>
+#include <string>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -22,8 +23,8 @@ const Loops*& in_use() {
   return table;
 }
 
-// Whether the processor multiplies bfloat16 by tiles, the kernel lets this process use them, and ONEDNN_MAX_CPU_ISA, which
-// libtorch's own products follow, does not exclude them.
+// Whether the processor multiplies bfloat16 by tiles, the kernel lets this process use them, and libtorch's own products
+// may.
 bool has_amx() {
   constexpr unsigned kAmxBf16 = 1U << 22, kAmxTile = 1U << 24, kAvx512Bf16 = 1U << 5;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl
@@ -31,12 +32,19 @@ bool has_amx() {
   if (__get_cpuid_count(7, 1, &a, &b, &c, &d) == 0 || (a & kAvx512Bf16) == 0) return false;
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kAmxBf16) == 0 || (d & kAmxTile) == 0)
     return false;
-  const char* most = std::getenv("ONEDNN_MAX_CPU_ISA");
-  if (most != nullptr && std::strstr(most, "AMX") == nullptr) return false;
+  if (!allow_amx(std::getenv("ONEDNN_MAX_CPU_ISA"), std::getenv("DNNL_MAX_CPU_ISA"))) return false;
   return !amx_has_no_tiles() && ::syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
 }  // namespace
+
+bool allow_amx(const char* onednn, const char* dnnl) {
+  std::string most(onednn != nullptr && *onednn != '\0' ? onednn : dnnl != nullptr ? dnnl : "");
+  for (char& letter : most)
+    letter = static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
+  const bool is_limit = most.starts_with("sse") || most.starts_with("avx");
+  return !is_limit || most.find("amx") != most.npos;
+}
 
 const Loops* const* supported_loops() {
   static const Loops* const all[] = {&amx, &avx512, &avx2, &sse2, nullptr};

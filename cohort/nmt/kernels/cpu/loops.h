@@ -265,6 +265,10 @@ struct Loops {
   Int8Loops int8;
 };
 
+/// Whether these values of ONEDNN_MAX_CPU_ISA and DNNL_MAX_CPU_ISA (null: unset) let oneDNN use AMX, as it reads them: the
+/// first that is not empty counts, in any case of letters, and what names no instruction set is no limit.
+bool allow_amx(const char* onednn, const char* dnnl);
+
 /// Returns the tables of the instruction sets that this machine has, the best first, then null.
 const Loops* const* supported_loops();
 
