@@ -221,7 +221,7 @@ struct MaskedSoftmax : torch::autograd::Function<MaskedSoftmax> {
   }
 };
 
-// Adds the gradient of these rows to what is in `total`, if that is `earlier`, or writes it there.
+// Writes the gradient that these rows give the weight to `total`; if `has_earlier`, adds it to what is there.
 void weight_gradient(const at::Tensor& grad_NM, const at::Tensor& x_NK, at::Tensor& total,
                      bool has_earlier = false) {
   RECORD_USER_SCOPE_WITH_INPUTS("weight_gradient", (std::vector<c10::IValue>{grad_NM, x_NK}));

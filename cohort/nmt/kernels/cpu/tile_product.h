@@ -13,9 +13,8 @@ bool has_tiles();
 /// or undefined; out [N, M] of contiguous rows, in bfloat16 or, without bias, in float32, `add` for float32 alone.
 /// Returns false, and does nothing, for other types and layouts, and where there are no tiles.
 ///
-/// Numerics: sums run in float32 and are rounded once; subnormal numbers count as 0. An element of
-///           operands that lie alike is the same bits whatever other rows and columns there are, and whatever the number of
-///           threads.
+/// Numerics: sums run in float32 and are rounded once; subnormal numbers count as 0. For operands of one layout an element
+///           has the same bits whatever other rows and columns there are, and for any number of threads.
 bool multiply_by_tiles(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, bool add,
                        at::Tensor& out);
 
