@@ -114,6 +114,12 @@ void add_training_flags(CLI::App& app, Options& o) {
   app.add_option("--geo-steps", o.geo_steps, "geo: local steps between two synchronisations")
       ->check(above_zero())
       ->capture_default_str();
+  app.add_option(
+         "--precision", o.precision,
+         "Type of the hidden layers' products in training; parameters and evaluation stay in "
+         "float32")
+      ->check(cohort::cli::one_of({"float32", "bfloat16"}))
+      ->capture_default_str();
   app.add_option("--wire-dtype", o.wire_dtype,
                  "Type in which weights and gradients travel between trainers and servers")
       ->check(cohort::cli::one_of({"float32", "bfloat16"}))

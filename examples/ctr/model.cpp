@@ -8,7 +8,7 @@
 
 namespace ctr {
 
-DeepFmImpl::DeepFmImpl(const DeepFmOptions& options) {
+DeepFmImpl::DeepFmImpl(const DeepFmOptions& options) : product_dtype_(options.product_dtype) {
   int64_t width = kNumbersWidth + options.slots * options.width;
   for (const int64_t hidden : options.hidden) {
     layers_.push_back(
@@ -22,10 +22,15 @@ DeepFmImpl::DeepFmImpl(const DeepFmOptions& options) {
 
 at::Tensor DeepFmImpl::forward(const at::Tensor& numbers_BN, const at::Tensor& rows_BSD) {
   auto [x, pairs_B] = factorize(numbers_BN, rows_BSD);
-  const bool fused = x.is_cpu() && prefers_linear_relu();
-  for (auto& layer : layers_)
-    x = fused ? linear_relu(x, layer->weight, layer->bias) : at::relu(layer->forward(x));
-  return output_->forward(x).squeeze(1) + wide_->forward(numbers_BN).squeeze(1) + pairs_B;
+  const at::ScalarType dtype = is_training() ? product_dtype_ : at::kFloat;
+  const bool fused = dtype == at::kFloat && x.is_cpu() && prefers_linear_relu();
+  x = x.to(dtype);
+  for (auto& layer : layers_) {
+    const at::Tensor weight = layer->weight.to(dtype), bias = layer->bias.to(dtype);
+    x = fused ? linear_relu(x, weight, bias) : at::relu(at::linear(x, weight, bias));
+  }
+  return output_->forward(x.to(at::kFloat)).squeeze(1) + wide_->forward(numbers_BN).squeeze(1) +
+         pairs_B;
 }
 
 }  // namespace ctr

@@ -16,6 +16,9 @@ struct DeepFmOptions {
   int64_t slots = 26;
   int64_t width = 16;  ///< Of a row: its id's weight in the linear model, then width - 1 factors.
   std::vector<int64_t> hidden = {400, 400, 400};
+  /// Type of the hidden layers' products in training: at::kFloat or at::kBFloat16. Parameters, the
+  /// output layer and evaluation stay in float32.
+  at::ScalarType product_dtype = at::kFloat;
 };
 
 /// From numbers [B, kNumbersWidth] and rows [B, slots, width] to logits [B].
@@ -30,6 +33,7 @@ class DeepFmImpl : public torch::nn::Module {
   at::Tensor forward(const at::Tensor& numbers_BN, const at::Tensor& rows_BSD);
 
  private:
+  const at::ScalarType product_dtype_;
   std::vector<torch::nn::Linear> layers_;
   torch::nn::Linear output_{nullptr};
   torch::nn::Linear wide_{nullptr};

@@ -27,6 +27,7 @@ struct Options {
   int64_t max_staleness = -1;          ///< Async: steps ahead of the slowest trainer; -1: any.
   int64_t max_merge = 20;              ///< Half-async: pushes summed into one.
   int64_t geo_steps = 100;             ///< Geo: local steps between synchronisations.
+  std::string precision = "float32";   ///< Of the hidden layers' products in training.
   std::string wire_dtype = "float32";  ///< Of weights and gradients between trainers and servers.
   bool error_if_nonfinite = true;      ///< A gradient with a NaN or an infinity ends the training.
   uint64_t seed = 1;                   ///< Of parameters, rows and made-up data.

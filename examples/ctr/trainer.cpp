@@ -154,9 +154,9 @@ std::string read_file(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-DeepFm seeded_network(uint64_t seed) {
-  torch::manual_seed(seed);
-  return DeepFm();
+DeepFm seeded_network(const Options& options) {
+  torch::manual_seed(options.seed);
+  return DeepFm(DeepFmOptions{.product_dtype = options.precision == "bfloat16" ? at::kBFloat16 : at::kFloat});
 }
 
 }  // namespace
@@ -177,7 +177,7 @@ Trainer::Trainer(const Options& options, const cohort::comm::ProcessGroup& group
                        .wire_dtype = cohort::ps::wire_dtype_named(options.wire_dtype)},
                       options.table),
           {.device = group.device()})),
-      network_(seeded_network(options.seed)) {
+      network_(seeded_network(options)) {
   train_files_ = files_or(options.train, options, "train.tsv");
   test_files_ = files_or(options.test, options, "test.tsv");
   network_->to(group_.device());

@@ -120,6 +120,7 @@ TEST_F(CtrCommandTest, TrainersLearnThroughServersInEveryMode) {
   EXPECT_NEAR(auc_of(train(files + " --wire-dtype bfloat16")), alone, 0.01);
   EXPECT_GT(auc_of(through_servers(2, 2, files + " --mode sync --wire-dtype bfloat16")),
             alone - 0.05);
+  EXPECT_NEAR(auc_of(train(files + " --precision bfloat16")), alone, 0.01);
 }
 
 TEST_F(CtrCommandTest, OneTrainerThroughServersInSyncIsLocalTraining) {
@@ -403,6 +404,7 @@ TEST_F(CtrCommandTest, BadInputIsRefusedByName) {
   expect_refused(train("--mode fast"), "--mode");
   expect_refused(train("--wire-dtype float16"),
                  "--wire-dtype float16: expected float32 or bfloat16");
+  expect_refused(train("--precision float16"), "--precision float16: expected float32 or bfloat16");
   expect_refused(bin("ctr") + " train --batch 99999999999", "expected 1 to 1048576");
   expect_refused(train("--mode half-async --max-staleness 2"),
                  "--max-staleness 2: expected with --mode async alone");

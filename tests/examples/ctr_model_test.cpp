@@ -63,6 +63,37 @@ TEST(DeepFmTest, GivesALogitForEachExampleAndGradientsToAll) {
   EXPECT_GT(rows.grad().abs().min().item<double>(), 0);
 }
 
+TEST(DeepFmTest, BFloat16IsOfTheProductsInTrainingAlone) {
+  const auto make = [](at::ScalarType dtype) {
+    torch::manual_seed(3);
+    return DeepFm(
+        DeepFmOptions{.slots = 3, .width = 4, .hidden = {64, 64}, .product_dtype = dtype});
+  };
+  DeepFm plain = make(at::kFloat), mixed = make(at::kBFloat16);
+  torch::manual_seed(4);
+  const at::Tensor numbers = torch::randn({50, kNumbersWidth}), rows = torch::randn({50, 3, 4}),
+                   of_logits = torch::randn({50});
+  const auto gradients = [&](DeepFm& model) {
+    const at::Tensor leaf = rows.clone().requires_grad_();
+    const at::Tensor logits = model->forward(numbers, leaf);
+    logits.backward(of_logits);
+    std::vector<at::Tensor> all = {logits.detach(), leaf.grad()};
+    for (const at::Tensor& parameter : model->parameters()) all.push_back(parameter.grad());
+    return all;
+  };
+  const auto expected = gradients(plain), found = gradients(mixed);
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_EQ(found[i].scalar_type(), at::kFloat) << i;
+    const double error = (found[i] - expected[i]).norm().item<double>();
+    // Each rounding changes a value by at most 2^-9 of it, and the sign of a few near zero.
+    EXPECT_LT(error, 0.1 * expected[i].norm().item<double>()) << i;
+  }
+  EXPECT_FALSE(at::equal(found[0], expected[0])) << "not computed in bfloat16";
+  plain->eval();
+  mixed->eval();
+  EXPECT_TRUE(at::equal(mixed->forward(numbers, rows), plain->forward(numbers, rows)));
+}
+
 // Of small whole numbers and halves, whose sums are exact in any order.
 TEST(LinearReluTest, EqualsLinearAndReluForwardAndBack) {
   torch::manual_seed(2);
