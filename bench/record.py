@@ -6,7 +6,8 @@ A benchmark calls start() before it measures and prints finish()'s result after.
 a document quotes a figure. As a program, for benchmarks in bash and for records that are older than this file:
 
     bench/record.py start MEASURED... -- COMMAND...   prints what start() returns. Of MEASURED, --step and --translator stand
-                                                      for folders, and what begins with build/ is a program
+                                                      for folders, what begins with build/ is a program, and --resume=FILE
+                                                      asks resume()
     bench/record.py adopt FILE...                     adds to records that name no commit the one that wrote the file
 """
 import datetime
@@ -115,6 +116,22 @@ def start(measures, settings=None, programs=(), command=None, root=ROOT):
             "load_before": [round(load, 2) for load in os.getloadavg()], "began": time.time()}
 
 
+def resume(about, path):
+    """What `path` holds of start()'s results when this measurement began, or `about`, which `path` then holds.
+
+    For a benchmark that keeps its parts: ends if those are of other code or other settings.
+    """
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(about))
+        return about
+    kept = json.loads(path.read_text())
+    for name in ("measures", "settings"):
+        if kept[name] != about[name]:
+            sys.exit(f"{path}: other {name} than now: {kept[name]}; expected {about[name]}. Use another folder, or delete this one")
+    return kept
+
+
 def finish(about, results):
     """The record: what start() returned, completed, and `results`, a dictionary."""
     about = dict(about)
@@ -170,9 +187,12 @@ def main():
     if words[:1] == ["start"] and "--" in words:
         split = words.index("--")
         sets = {"--step": STEP, "--translator": TRANSLATOR}
+        kept = [word.removeprefix("--resume=") for word in words[1:split] if word.startswith("--resume=")]
         programs = [word for word in words[1:split] if word.startswith("build/")]
-        measures = [name for word in words[1:split] if word not in programs for name in sets.get(word, [word])]
-        print(json.dumps(start(measures, programs=programs, command=words[split + 1:])))
+        measures = [name for word in words[1:split] if word not in programs and not word.startswith("--resume=")
+                    for name in sets.get(word, [word])]
+        about = start(measures, programs=programs, command=words[split + 1:])
+        print(json.dumps(resume(about, pathlib.Path(kept[0])) if kept else about))
     elif words[:1] == ["adopt"] and len(words) > 1:
         for name in words[1:]:
             adopt(pathlib.Path(name).resolve())

@@ -93,18 +93,20 @@ def plan_batches(seed, budget):
 
 
 def make_batch(seed, index, rows):
-    """Tensors of the batch at `index` of the shuffled plan, and its target tokens (with EOS)."""
+    """The batch at `index` of the shuffled plan: what forward() takes of it, and its target tokens (with EOS)."""
     stream = SplitMix64(seed * 1_000_003 + index)
-    source = np.full((len(rows), max(s for s, _ in rows)), PAD, dtype=np.int64)
+    source = np.full((len(rows), max(s for s, _ in rows) + 1), PAD, dtype=np.int64)
     inputs = np.full((len(rows), max(t for _, t in rows) + 1), PAD, dtype=np.int64)
     labels = np.full_like(inputs, PAD)
     for row, (s, t) in enumerate(rows):
         draws = stream.take(s + t) % np.uint64(VOCABULARY - FIRST_TOKEN) + np.uint64(FIRST_TOKEN)
-        source[row, :s] = draws[:s]
+        source[row, :s], source[row, s] = draws[:s], EOS
         inputs[row, 0], inputs[row, 1:t + 1] = BOS, draws[s:]
         labels[row, :t], labels[row, t] = draws[s:], EOS
     tokens = sum(t + 1 for _, t in rows)
-    return torch.from_numpy(source), torch.from_numpy(inputs), torch.from_numpy(labels), tokens
+    # Where sentences end is known here; to ask a card would wait for it.
+    tensors = [torch.from_numpy(each) for each in (source, inputs, labels, np.flatnonzero(labels != PAD))]
+    return tensors, bool((source == PAD).any()), tokens
 
 
 # ---------------------------------------------------------------- network
@@ -220,11 +222,12 @@ class Translator(nn.Module):
         x = embedding(ids) * D_MODEL ** 0.5 + self.positions[:ids.shape[1]]
         return F.dropout(x.to(self.dtype), DROPOUT, self.training)
 
-    def forward(self, source, inputs, labels, scale):
+    def forward(self, source, inputs, labels, real, has_padding, scale):
+        """`real`: the flat positions of labels that are not padding; `has_padding`: whether `source` has any."""
         # Masks only where needed: padded targets come last, so causality hides them.
-        padded = source == PAD
         source_mask = None
-        if padded.any():
+        if has_padding:
+            padded = source == PAD
             source_mask = torch.zeros(padded.shape, dtype=self.dtype, device=source.device)
             source_mask = source_mask.masked_fill_(padded, -math.inf)[:, None, None, :]
         causal_mask = None
@@ -238,7 +241,6 @@ class Translator(nn.Module):
         x = self.embed(self.target_embedding, inputs)
         for layer in self.decoder:
             x = layer(x, causal_mask, self.kind == "sdpa", memory, source_mask)
-        real = labels.flatten().ne(PAD).nonzero().squeeze(1)
         h_ND = self.decoder_norm(x).flatten(0, 1).index_select(0, real).to(self.dtype)
         return SmoothedLoss.apply(h_ND, self.output.weight.to(self.dtype),
                                   labels.flatten().index_select(0, real), scale)
@@ -300,14 +302,14 @@ def main():
         batches = plan_batches(options.seed, options.mini_batch_words)
 
     def step(number, batch):
-        *tensors, tokens = batch
-        source, inputs, labels = (t.pin_memory().to(device, non_blocking=True) if on_card else t for t in tensors)
+        tensors, has_padding, tokens = batch
+        source, inputs, labels, real = (t.to(device, non_blocking=True) for t in tensors)
         total = torch.tensor(tokens)
         dist.all_reduce(total)
         optimizer.zero_grad(set_to_none=True)
         # DDP averages over the ranks: world / total makes it the sum over the global tokens.
         with torch.autocast(options.device, torch.bfloat16, enabled=options.precision == "bf16"):
-            loss = sharded(source, inputs, labels, world / total.item())
+            loss = sharded(source, inputs, labels, real, has_padding, world / total.item())
         loss.backward()
         # The fused kernel divides by grad_scale as it reads: clipping costs no pass of its own.
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
@@ -328,6 +330,8 @@ def main():
     for number in range(options.warmup + options.steps):
         index = (number * world + rank) % len(batches)
         batch = make_batch(options.seed, index, batches[index])
+        if on_card:
+            batch = ([tensor.pin_memory() for tensor in batch[0]], *batch[1:])
         meet()
         start = time.perf_counter()
         tokens, loss = step(number + 1, batch)
