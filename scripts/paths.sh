@@ -31,4 +31,4 @@ other_libtorch=
 [[ $libtorch_version == "${libtorch_versions[0]}" ]] || other_libtorch=-libtorch$libtorch_version
 release_build=build/release$other_libtorch
 bundle_name=cohort-$version-linux-x86_64$other_libtorch
-bundle=${COHORT_BUNDLE:-$cache/$bundle_name.tar.xz}
+bundle=$(realpath -ms "${COHORT_BUNDLE:-$cache/$bundle_name.tar.xz}")
