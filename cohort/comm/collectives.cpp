@@ -145,14 +145,15 @@ Work ProcessGroup::reduce_scatter_async(const at::Tensor& output, const at::Tens
 void ProcessGroup::all_to_all(const at::Tensor& output, const at::Tensor& input,
                               const std::vector<int64_t>& output_splits,
                               const std::vector<int64_t>& input_splits, CallSite site) const {
-  impl().run(all_to_all_of(c10d_group(), output, input, output_splits, input_splits, site));
+  impl().run(all_to_all_of(c10d_group(), output, input, output_splits, input_splits,
+                           impl().compares_splits(), site));
 }
 
 Work ProcessGroup::all_to_all_async(const at::Tensor& output, const at::Tensor& input,
                                     const std::vector<int64_t>& output_splits,
                                     const std::vector<int64_t>& input_splits, CallSite site) const {
-  return impl().start(
-      all_to_all_of(c10d_group(), output, input, output_splits, input_splits, site));
+  return impl().start(all_to_all_of(c10d_group(), output, input, output_splits, input_splits,
+                                    impl().compares_splits(), site));
 }
 
 std::string ProcessGroup::broadcast_object(const std::string& object, int root,

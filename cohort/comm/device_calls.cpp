@@ -70,6 +70,12 @@ DeviceGroup::DeviceGroup(c10::intrusive_ptr<c10d::Store> store, int rank,
       log_(std::move(log)),
       calls_(std::move(calls)) {}
 
+void DeviceGroup::release_resources() {
+  log_.reset();
+  calls_.reset();
+  c10d::ProcessGroup::release_resources();
+}
+
 BackendWork DeviceGroup::begin(const MatchedCall& call,
                                const std::function<BackendWork()>& operation) {
   in_operation_ = true;

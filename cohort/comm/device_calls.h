@@ -80,13 +80,15 @@ class DeviceGroup final : public c10d::ProcessGroup {
                         const c10d::BroadcastOptions& options) override;
   BackendWork allreduce(std::vector<at::Tensor>& tensors,
                         const c10d::AllreduceOptions& options) override;
+  /// The job's weak reference keeps this object's memory, not what it refers to.
+  void release_resources() override;
 
  private:
   BackendWork add(const std::string& operation, const std::vector<at::Tensor>& tensors,
                   const std::function<BackendWork()>& begin);
 
-  const std::shared_ptr<CollectiveLog> log_;
-  const std::shared_ptr<DeviceCalls> calls_;
+  std::shared_ptr<CollectiveLog> log_;
+  std::shared_ptr<DeviceCalls> calls_;
   bool in_operation_ = false;  // of Cohort's own
 };
 

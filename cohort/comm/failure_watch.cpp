@@ -206,7 +206,7 @@ FailureReport FailureWatch::collect_records() {
   const auto deadline = Clock::now() + kAnswerLimit;
   bool all_ended = true;
   for (int peer = 0; peer < world_size_; ++peer) {
-    if (wait_for_record(peer, deadline)) {
+    if (wait_for_key_of(peer, key("alive", peer), deadline)) {
       records[peer] = decode<FlightRecord>(store_->get(key("alive", peer)));
     } else {
       report.lost.push_back(peer);
@@ -233,12 +233,12 @@ bool FailureWatch::has_ended(int peer) const {
 
 // What a process writes before it ends is there when it has ended. Looks once in any case: the wait
 // for another rank may have taken all the time.
-bool FailureWatch::wait_for_record(int peer, Clock::time_point deadline) {
+bool FailureWatch::wait_for_key_of(int peer, const std::string& key, Clock::time_point deadline) {
   bool ended = false;
   do {
     ended = has_ended(peer);
     const auto limit = ended ? milliseconds(1) : std::min(until(deadline), kLookAtProcess);
-    if (wait_for_key(key("alive", peer), limit)) return true;
+    if (wait_for_key(key, limit)) return true;
   } while (!ended && Clock::now() < deadline);
   return false;
 }
@@ -246,9 +246,13 @@ bool FailureWatch::wait_for_record(int peer, Clock::time_point deadline) {
 void FailureWatch::check_liveness() {
   const auto mine = encode(rank_);
   store_->set(key("alive", rank_), encode(calls_.flight_record()));
-  if (store_->compareSet(kDeclared, {}, mine) == mine)
-    store_->set(kReport, encode(collect_records()));
-  if (!wait_for_key(kReport, kReportLimit)) return decide({});
+  const auto deadline = Clock::now() + kReportLimit;
+  auto declarer = store_->compareSet(kDeclared, {}, mine);
+  while (declarer != mine && !wait_for_key_of(decode<int>(declarer), kReport, deadline)) {
+    if (Clock::now() >= deadline) return decide({});
+    declarer = store_->compareSet(kDeclared, declarer, mine);  // It has ended before its report.
+  }
+  if (declarer == mine) store_->set(kReport, encode(collect_records()));
   const auto report = decode<FailureReport>(store_->get(kReport));
   store_->set(key("ack", rank_), mine);
   if (rank_ == 0 && host_dies_with_rank_0_) {

@@ -90,7 +90,8 @@ class FailureWatch {
   std::chrono::milliseconds until_next_look() const;
   bool wait_for_key(const std::string& key, std::chrono::milliseconds limit);
   bool has_ended(int peer) const;
-  bool wait_for_record(int peer, std::chrono::steady_clock::time_point deadline);
+  bool wait_for_key_of(int peer, const std::string& key,
+                       std::chrono::steady_clock::time_point deadline);
   bool wait_or_wake(const std::string& key, std::chrono::milliseconds limit);
   void wake();
   void decide(FailureReport report);

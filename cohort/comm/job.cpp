@@ -116,6 +116,7 @@ void Job::stop_watch() {
 void Job::add(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   const bool is_dead = [&] {
     const std::lock_guard lock(mutex_);
+    std::erase_if(groups_, [](const auto& each) { return each.expired(); });
     groups_.emplace_back(group);
     return aborted_.load();
   }();

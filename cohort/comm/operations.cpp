@@ -3,12 +3,15 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
 #include <algorithm>
 #include <array>
 #include <cstddef>
 #include <numeric>
 
 #include "cohort/comm/libtorch_version.h"
+#include "cohort/comm/numbered_backend.h"
 
 namespace cohort::comm {
 std::string type_name(at::ScalarType type) {
@@ -75,7 +78,8 @@ void check_rank(int rank, int size, const char* operation, const char* role) {
 }
 
 at::Tensor as_bytes(const at::Tensor& tensor) {
-  return tensor.detach().view({-1}).view(at::kByte);
+  // A contiguous one may have any stride in a dimension of one element.
+  return tensor.detach().as_strided({tensor.numel()}, {1}).view(at::kByte);
 }
 
 void Written::finish() const {
@@ -86,12 +90,22 @@ void Written::bump_version() const {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
+namespace {
+
+// Whether its memory holds its values in their order: conj() and the like only mark a tensor.
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+}  // namespace
+
 Written filled(const at::Tensor& tensor) {
-  return {tensor, tensor.is_contiguous() ? tensor : at::empty(tensor.sizes(), tensor.options())};
+  return {tensor, is_plain(tensor) ? tensor : at::empty(tensor.sizes(), tensor.options())};
 }
 
 at::Tensor readable(const at::Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : tensor.detach().contiguous();
+  if (is_plain(tensor)) return tensor;
+  return tensor.detach().resolve_conj().resolve_neg().contiguous();
 }
 
 namespace {
@@ -187,7 +201,7 @@ at::Tensor read_beside_own_part(const at::Tensor& read, const at::Tensor& writte
 
 // For an operation that reads it, too.
 Written in_place(const at::Tensor& tensor) {
-  return {tensor, tensor.is_contiguous() ? tensor : tensor.detach().contiguous()};
+  return {tensor, readable(tensor)};
 }
 
 // What is left of a reduction: the division of kAvg, and the copy into what is not contiguous.
@@ -238,6 +252,26 @@ void check_splits(const std::vector<int64_t>& splits, const at::Tensor& tensor, 
           std::all_of(splits.begin(), splits.end(), [](int64_t n) { return n >= 0; }) &&
           std::accumulate(splits.begin(), splits.end(), int64_t{0}) == rows,
       "all_to_all: expected ", size, " ", side, " splits that sum to ", rows, ", got ", splits);
+}
+
+// Gloo takes less than it expects without an error, and ends the process if it gets more.
+void compare_splits(c10d::ProcessGroup& backend, const std::vector<int64_t>& sent,
+                    const std::vector<int64_t>& expected) {
+  const auto size = static_cast<int64_t>(sent.size());
+  at::Tensor own = at::stack({at::tensor(sent), at::tensor(expected)});
+  at::Tensor all = at::empty({size, 2, size}, at::kLong);
+  backend.COHORT_ALL_GATHER_SINGLE(all, own, {.asyncOp = false})->wait();
+  const auto counts = all.accessor<int64_t, 3>();
+  for (int64_t from = 0; from < size; ++from) {
+    for (int64_t to = 0; to < size; ++to) {
+      if (counts[from][0][to] == counts[to][1][from]) continue;
+      throw CallMismatch({__func__, __FILE__, __LINE__},
+                         "rank " + std::to_string(to) + " expects " +
+                             std::to_string(counts[to][1][from]) + " bytes of rank " +
+                             std::to_string(from) + ", which sends " +
+                             std::to_string(counts[from][0][to]));
+    }
+  }
 }
 
 }  // namespace
@@ -414,7 +448,7 @@ Operation reduce_scatter_of(c10d::ProcessGroup& backend, const at::Tensor& outpu
 
 Operation all_to_all_of(c10d::ProcessGroup& backend, const at::Tensor& output,
                         const at::Tensor& input, const std::vector<int64_t>& output_splits,
-                        const std::vector<int64_t>& input_splits, CallSite site) {
+                        const std::vector<int64_t>& input_splits, bool compares, CallSite site) {
   check_written(output, "all_to_all", backend);
   check_tensor(input, "all_to_all", backend);
   TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(),
@@ -442,14 +476,16 @@ Operation all_to_all_of(c10d::ProcessGroup& backend, const at::Tensor& output,
   TORCH_CHECK_VALUE(equal || out_counts[own] == in_counts[own], "all_to_all: rank ", own,
                     " sends itself ", in_counts[own], " bytes and expects ", out_counts[own]);
   const Written written = filled(output);
+  compares = compares && !equal && input.is_cpu();
   return {.call = {.operation = "all_to_all of " +
                                 std::string(equal ? "equal parts" : type_name(input.scalar_type())),
                    .tensor = equal ? input : at::Tensor(),
                    .site = site,
                    .device = input.device().type()},
           .begin =
-              [&backend, written, read = readable(input), out_counts,
-               in_counts](bool async_op) mutable {
+              [&backend, written, read = readable(input), out_counts, in_counts,
+               compares](bool async_op) mutable {
+                if (compares) compare_splits(backend, in_counts, out_counts);
                 written.bump_version();
                 at::Tensor output_bytes = as_bytes(written.memory);
                 at::Tensor input_bytes = as_bytes(read_beside(read, written.memory));

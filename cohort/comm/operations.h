@@ -56,8 +56,9 @@ Operation scatter_of(c10d::ProcessGroup& backend, const at::Tensor& output, cons
                      int root, CallSite site);
 Operation reduce_scatter_of(c10d::ProcessGroup& backend, const at::Tensor& output,
                             const at::Tensor& input, ReduceOp op, CallSite site);
+/// `compares`: first all ranks compare the splits of tensors of the CPU, which costs an exchange.
 Operation all_to_all_of(c10d::ProcessGroup& backend, const at::Tensor& output,
                         const at::Tensor& input, const std::vector<int64_t>& output_splits,
-                        const std::vector<int64_t>& input_splits, CallSite site);
+                        const std::vector<int64_t>& input_splits, bool compares, CallSite site);
 
 }  // namespace cohort::comm

@@ -85,6 +85,13 @@ ProcessGroup::Impl::Impl(std::shared_ptr<Job> j, std::string group_id, std::stri
       timeout(own_options.timeout.value_or(job->options.timeout)),
       matcher(ranks.size() > 1 ? job->options.check_collectives : CheckCollectives::kOff) {}
 
+ProcessGroup::Impl::~Impl() {
+  if (getpid() == process) return;
+  using Kept = std::pair<std::shared_ptr<Job>, c10::intrusive_ptr<c10d::ProcessGroup>>;
+  static auto* const kept = new std::vector<Kept>;
+  kept->emplace_back(std::move(job), std::move(c10d_group));
+}
+
 c10::intrusive_ptr<c10d::ProcessGroup> ProcessGroup::Impl::make_group(const BackendPlugin& plugin) {
   if (plugin.device == c10::DeviceType::CPU || size() == 1)
     return c10::make_intrusive<c10d::ProcessGroup>(store, rank, size());

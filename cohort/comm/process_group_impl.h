@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <unistd.h>
 #include <utility>
 
 #include "cohort/comm/backend.h"
@@ -44,6 +45,10 @@ struct Operation {
 struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   Impl(std::shared_ptr<Job> j, std::string group_id, std::string group_name,
        std::vector<int> global_ranks, int own_rank, const SubgroupOptions& own_options);
+  /// In a child that only forks it keeps what it has: memory and threads are the parent's.
+  ~Impl();
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
 
   /// Connects the backends through the group's own store. Collective over the group's ranks;
   /// blocks, at most `limit`.
@@ -72,6 +77,8 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   void match(const Call& call, bool blocking);
   void meet(const Call& call);
   void compare(const Call& call);
+  /// Whether all_to_all compares its splits first; shm does so itself.
+  bool compares_splits() const { return matcher.is_on() && backend_name != "shm"; }
   bool is_world() const { return id.empty(); }
   int size() const { return static_cast<int>(ranks.size()); }
   std::vector<std::string> hosts() const;   // by rank of this group
@@ -85,6 +92,7 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   void arrive(const std::string& point) const;
   void wait_for_all(const std::string& point) const;
 
+  const pid_t process = getpid();
   std::shared_ptr<Job> job;
   std::string id;          // different for each group of the job; empty: all ranks
   std::string name;        // for users; several groups may have one

@@ -362,6 +362,34 @@ TEST(CollectivesTest, ManyExchangesMayBeUnderWayAtOnce) {
   });
 }
 
+// Gloo itself would leave the end of an output as it was, or end the process.
+void expect_splits_compared(int64_t expected, bool async) {
+  const auto ends = test::run_ranks(
+      2,
+      [&](const ProcessGroup& group) {
+        const bool sends_two = group.rank() == 0;
+        const std::vector<int64_t> to{1, sends_two ? 2 : 1}, from{sends_two ? 1 : expected, 1};
+        const at::Tensor output = at::empty({from[0] + from[1]}), input = at::ones({to[0] + to[1]});
+        if (async) group.all_to_all_async(output, input, from, to).wait();
+        if (!async) group.all_to_all(output, input, from, to);
+      },
+      {.backend = "gloo", .timeout = std::chrono::seconds(20)});
+  const std::string text =
+      "rank 1 expects " + std::to_string(4 * expected) + " bytes of rank 0, which sends 8";
+  for (const test::RankEnd& end : ends) {
+    EXPECT_EQ(end.exit_code, 3) << end.output;
+    EXPECT_NE(end.output.find(text), std::string::npos) << end.output;
+  }
+}
+
+TEST(CollectivesTest, ASplitThatIsLongerThanExpectedIsAnErrorOnEveryRank) {
+  expect_splits_compared(1, /*async=*/false);
+}
+
+TEST(CollectivesTest, ASplitThatIsShorterThanExpectedIsAnErrorOnEveryRank) {
+  expect_splits_compared(3, /*async=*/true);
+}
+
 TEST(CollectivesTest, AllToAllWithEqualAndUnequalParts) {
   test::ranks(3, [](const ProcessGroup& group) {
     const int64_t rank = group.rank();

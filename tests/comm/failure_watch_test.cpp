@@ -7,6 +7,7 @@
 #include <atomic>
 #include <future>
 #include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -280,6 +281,20 @@ TEST(FailureWatchTest, AStoreThatCanWaitIsAskedEveryTwoSeconds) {
     const auto passed = std::chrono::steady_clock::now() - start;
     EXPECT_LE(num_asked, 1 + passed / std::chrono::seconds(2)) << "ten times if it polls";
   }
+}
+
+// Rank 1 declared that the job has failed, and was killed before it said who is lost.
+TEST(FailureWatchTest, ADeclarerThatDiesIsReplacedAndNamed) {
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  store->set("declared", nlohmann::json::to_cbor(1));
+  FailureWatch watch(StoreConnection{store, [] {}, {}}, 0, 2, false,
+                     FailureWatchCalls{.flight_record = [] { return FlightRecord(); },
+                                       .waiting_ns = [] { return std::nullopt; },
+                                       .has_ended = [](int rank) { return rank == 1; },
+                                       .abort = [] {}});
+  const FailureReport report = watch.report();
+  EXPECT_EQ(report.lost, std::vector<int>{1});
+  EXPECT_EQ(report.others, "its process has ended");
 }
 
 // Rank 1 waits in its collective: what it published is what rank 0 would compare.

@@ -51,6 +51,23 @@ void expect_rows(const at::Tensor& tensor, const std::string& what) {
     expect_all(tensor[row], static_cast<double>(row) + 1, what);
 }
 
+// libtorch only marks these: their memory holds other values.
+TEST(StridedTest, LazilyConjugatedAndNegatedTensors) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    const at::Tensor z = at::complex(at::full({3}, 1.0 + group.rank()), at::full({3}, 2.0));
+    const at::Tensor conjugated = z.conj();
+    ASSERT_TRUE(conjugated.is_conj());
+    group.broadcast(conjugated);
+    EXPECT_TRUE(conjugated.equal(at::complex(at::ones({3}), at::full({3}, -2.0))));
+    const at::Tensor imaginary = at::complex(at::ones({1}), at::full({1}, 1.0 + group.rank()));
+    const at::Tensor negated = at::imag(imaginary.conj());
+    ASSERT_TRUE(negated.is_neg() && negated.is_contiguous());
+    EXPECT_EQ(group.all_gather(negated)[1].item<double>(), -2);
+    group.all_reduce(negated, ReduceOp::kMax);
+    EXPECT_EQ(negated.item<double>(), -1);
+  });
+}
+
 TEST(StridedTest, WhatIsWrittenInPlaceKeepsItsLayout) {
   for (const int num_ranks : {1, 2, 3}) {
     test::ranks(num_ranks, [](const ProcessGroup& group) {

@@ -11,6 +11,7 @@
 #include <signal.h>
 #include <stdexcept>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <thread>
 #include <torch/types.h>
 #include <unistd.h>
@@ -62,6 +63,29 @@ TEST(ProcessGroupTest, ProgramsThatRank0StartsDoNotInheritTheStoresSocket) {
       EXPECT_EQ(fcntl(std::atoi(fd), F_GETFD), FD_CLOEXEC);
     }
     group.barrier("end");
+  });
+}
+
+// A program that forks and returns, with groups on the way.
+TEST(ProcessGroupTest, AChildThatForksMayDestroyItsCopies) {
+  const auto end_of_child = [](std::vector<ProcessGroup>& groups) {
+    const pid_t child = fork();
+    if (child == 0) {
+      signal(SIGSEGV, SIG_DFL);
+      groups.clear();
+      _exit(3);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+  };
+  std::vector<ProcessGroup> alone{ProcessGroup(RankInfo{})};
+  EXPECT_EQ(end_of_child(alone), 3);
+  test::ranks(2, [&](const ProcessGroup& group) {
+    std::vector<ProcessGroup> groups{ProcessGroup(group.rank_info())};
+    groups.push_back(groups[0].subgroup({0, 1}, "pair"));
+    EXPECT_EQ(end_of_child(groups), 3);
+    for (const ProcessGroup& each : groups) EXPECT_EQ(each.all_reduce_sum(1), 2);
   });
 }
 
