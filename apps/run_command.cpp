@@ -4,13 +4,13 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <filesystem>
 #include <optional>
 #include <string>
 
 #include "cohort/base/error.h"
 #include "cohort/base/secret.h"
+#include "cohort/cli/milliseconds.h"
 #include "cohort/cli/parse.h"
 #include "cohort/launch/cores.h"
 #include "cohort/launch/launcher.h"
@@ -55,8 +55,7 @@ milliseconds to_milliseconds(const std::string& flag, double seconds) {
     throw ConfigError(flag + ": expected seconds from 0 to 1000000, got " +
                       std::to_string(seconds));
   }
-  const milliseconds rounded(std::llround(seconds * 1000));
-  return seconds > 0 ? std::max(rounded, milliseconds(1)) : rounded;  // 0 may mean never.
+  return cohort::cli::to_milliseconds(seconds);
 }
 
 // torchrun takes its flags with underscores as well.
@@ -306,6 +305,16 @@ void take_trainers(const Words& words, RunOptions& options) {
   options.nproc_per_node = words.trainers;
 }
 
+// CLI11 sees that --servers is there, but not that it is 0.
+void check_flags_of_servers(const CLI::App& app, const RunOptions& options) {
+  if (options.servers.count != 0) return;
+  for (const char* flag : {"--trainers", "--on-trainer-loss", "--server-dir",
+                           "--max-server-restarts", "--server-arg", "--server-program"}) {
+    if (app.count(flag) > 0)
+      throw ConfigError(std::string(flag) + ": expected --servers 1 or more beside it, got 0");
+  }
+}
+
 std::string server_program() {
   const auto path = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "cohort-ps";
   if (!std::filesystem::exists(path))
@@ -332,6 +341,7 @@ int run_command(int argc, char** argv) {
   }
   words.has_rdzv_timeout = app.count("--rdzv-timeout") > 0;
   read_words(words, options);
+  check_flags_of_servers(app, options);
   if (app.count("--trainers") > 0) take_trainers(words, options);
   if (options.elastic() && app.count("--node-rank") > 0) {
     throw ConfigError("--node-rank: expected none with --rdzv-endpoint, which numbers the nodes");

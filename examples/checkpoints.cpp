@@ -13,6 +13,7 @@
 #include <filesystem>
 #include <torch/torch.h>
 
+#include <cohort/base/error.h>
 #include <cohort/base/program.h>
 #include <cohort/parallel/sharding/fully_sharded_data_parallel.h>
 #include <cohort/train/model_checkpoint.h>
@@ -26,9 +27,11 @@ torch::nn::Sequential make_net() {
   return net;
 }
 
+constexpr int64_t kRows = 12;
+
 // What a step trains on, on all ranks together: a function of its number.
 at::Tensor batch_of(int64_t step) {
-  return torch::arange(72, at::kDouble).add(static_cast<double>(step)).sin().view({12, 6});
+  return torch::arange(6 * kRows, at::kDouble).add(static_cast<double>(step)).sin().view({-1, 6});
 }
 
 template <class Model>
@@ -41,6 +44,9 @@ void train_step(Model& model, torch::optim::Optimizer& optimizer, const at::Tens
 int train() {
   const std::string folder = "checkpoints.saved";  // All ranks see it.
   auto group = cohort::init_process_group();
+  if (kRows % group.size() != 0)
+    throw cohort::ConfigError("expected a number of ranks that divides " + std::to_string(kRows) +
+                              " rows, got " + std::to_string(group.size()));
   auto net = make_net();
   parallel::FullyShardedDataParallel model(net, group);
   torch::optim::AdamW optimizer(model.parameters(), 1e-2);

@@ -10,10 +10,13 @@
 //   an id without a row looks like zeros: yes
 #include <torch/torch.h>
 
+#include <cohort/base/error.h>
 #include <cohort/base/program.h>
 #include <cohort/ps/module/session.h>
 
 namespace ps = cohort::ps;
+
+constexpr int64_t kIds = 64;
 
 // Ids may be any 64-bit numbers: these are far apart.
 at::Tensor ids_of(const at::Tensor& numbers) {
@@ -24,6 +27,9 @@ int train() {
   const auto options =
       ps::with_environment({.training = ps::Training::kSync,
                             .dense_rule = {.rule = ps::Rule::kAdam, .learning_rate = 0.02f}});
+  if (kIds % options.trainers != 0)
+    throw cohort::ConfigError("expected a number of trainers that divides " + std::to_string(kIds) +
+                              " ids, got " + std::to_string(options.trainers));
   ps::Session session(options);
   ps::Embedding rows = session.embedding({.name = "ids",
                                           .width = 8,
@@ -33,7 +39,7 @@ int train() {
   session.add("net", *net);
   session.start();
   // What is to be learnt of each id is whether its number is odd.
-  const at::Tensor numbers = torch::arange(64, at::kLong);
+  const at::Tensor numbers = torch::arange(kIds, at::kLong);
   const at::Tensor mine = numbers.chunk(options.trainers)[static_cast<size_t>(options.trainer)];
   const at::Tensor label = (mine % 2).to(at::kFloat);
   for (int64_t step = session.steps_before(); step < 100; ++step) {
@@ -48,7 +54,7 @@ int train() {
   const at::NoGradGuard no_grad;
   const at::Tensor score = net(rows(ids_of(numbers))).squeeze(1);
   const at::Tensor known = (score > 0) == (numbers % 2 == 1);
-  const at::Tensor absent = rows(ids_of(numbers + 64));
+  const at::Tensor absent = rows(ids_of(numbers + kIds));
   if (options.trainer == 0) {
     std::printf("trainers %d, servers %zu: %ld of %ld ids are known\n", options.trainers,
                 options.servers.size(), known.sum().item<int64_t>(), known.numel());

@@ -7,12 +7,15 @@
 //   every part equals one process's: yes
 #include <torch/torch.h>
 
+#include <cohort/base/error.h>
 #include <cohort/base/program.h>
 #include <cohort/base/tensor_part.h>
 #include <cohort/parallel/distributed_data_parallel.h>
 #include <cohort/parallel/tensor_parallel.h>
 
 namespace parallel = cohort::parallel;
+
+constexpr int64_t kRows = 16;
 
 // This rank's part of a tensor that is cut along `dim`.
 at::Tensor part_of(const at::Tensor& whole, int64_t dim, const cohort::ProcessGroup& tp) {
@@ -40,11 +43,15 @@ int train() {
   auto world = cohort::init_process_group();
   const auto mesh = cohort::init_device_mesh(world, {{"dp", -1}, {"tp", 2}});
   const auto tp = mesh.group("tp");
+  if (kRows % mesh.size("dp") != 0)
+    throw cohort::ConfigError("expected a number of pairs of ranks that divides " +
+                              std::to_string(kRows) + " rows, got " +
+                              std::to_string(mesh.size("dp")));
   torch::manual_seed(1);  // All ranks draw the same whole matrices and examples.
   at::Tensor first = torch::randn({66, 8}, at::kDouble) / 8;
   at::Tensor second = torch::randn({8, 66}, at::kDouble) / 8;
   at::Tensor bias = torch::zeros({8}, at::kDouble);
-  const at::Tensor all = torch::randn({16, 8}, at::kDouble);
+  const at::Tensor all = torch::randn({kRows, 8}, at::kDouble);
   const at::Tensor x = all.chunk(mesh.size("dp"))[static_cast<size_t>(mesh.coordinate("dp"))];
 
   Mlp mlp(first, second, tp);

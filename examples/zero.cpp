@@ -8,17 +8,20 @@
 //   zero3: loss 0.005, rank 0 updates 592 of 1153 elements
 #include <torch/torch.h>
 
+#include <cohort/base/error.h>
 #include <cohort/base/program.h>
 #include <cohort/parallel/clip_grad.h>
 #include <cohort/parallel/strategy.h>
 
 namespace parallel = cohort::parallel;
 
+constexpr int64_t kRows = 64;
+
 void train_by(const std::string& strategy, const cohort::ProcessGroup& group) {
   torch::manual_seed(1);  // Every strategy begins with the same model and examples.
   torch::nn::Sequential net(torch::nn::Linear(16, 64), torch::nn::Tanh(), torch::nn::Linear(64, 1));
   net->to(at::kDouble);
-  const at::Tensor all = torch::randn({64, 16}, at::kDouble);
+  const at::Tensor all = torch::randn({kRows, 16}, at::kDouble);
   const at::Tensor x = all.chunk(group.size())[static_cast<size_t>(group.rank())];
   const at::Tensor y = x.sin().mean(1, /*keepdim=*/true);
   int64_t num_elements = 0;
@@ -44,6 +47,9 @@ void train_by(const std::string& strategy, const cohort::ProcessGroup& group) {
 
 int train() {
   auto group = cohort::init_process_group();
+  if (kRows % group.size() != 0)
+    throw cohort::ConfigError("expected a number of ranks that divides " + std::to_string(kRows) +
+                              " rows, got " + std::to_string(group.size()));
   for (const char* strategy : {"ddp", "zero1", "zero2", "zero3"}) train_by(strategy, group);
   group.close();
   return 0;

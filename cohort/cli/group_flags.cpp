@@ -6,6 +6,7 @@
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
+#include "cohort/cli/milliseconds.h"
 #include "cohort/cli/parse.h"
 #include "cohort/comm/accelerator.h"
 #include "cohort/comm/backend.h"
@@ -18,12 +19,9 @@ const char* const kBackendText =
     "hierarchical or gloo among those of several; gloo for cuda is slow, but takes several ranks "
     "on one card)";
 
-std::chrono::milliseconds milliseconds(const char* flag, double seconds) {
-  if (!(seconds > 0 && seconds < 1e7)) {
-    throw ConfigError(std::string(flag) + " " + std::to_string(seconds) +
-                      ": expected more than 0 seconds");
-  }
-  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+CLI::Validator time_limit() {
+  return number_that([](double n) { return n > 0 && n < 1e7; },
+                     "seconds above 0 and below 10000000");
 }
 
 // A backend of another device would carry nothing, and the group's of CPU tensors everything.
@@ -109,10 +107,12 @@ void GroupFlags::add_to(CLI::App& app, Devices allowed) {
   app.add_option("--rendezvous-timeout", rendezvous_timeout_s,
                  "Time limit until all ranks have joined")
       ->type_name(kSeconds)
+      ->check(time_limit())
       ->capture_default_str()
       ->group(kSection);
   app.add_option("--timeout", timeout_s, "Time limit of one collective")
       ->type_name(kSeconds)
+      ->check(time_limit())
       ->capture_default_str()
       ->group(kSection);
   app.add_option("--cpu-threads", cpu_threads,
@@ -161,8 +161,8 @@ comm::ProcessGroup GroupFlags::stay_alone() {
 }
 
 comm::ProcessGroup GroupFlags::connect() {
-  group.rendezvous_timeout = milliseconds("--rendezvous-timeout", rendezvous_timeout_s);
-  group.timeout = milliseconds("--timeout", timeout_s);
+  group.rendezvous_timeout = to_milliseconds(rendezvous_timeout_s);
+  group.timeout = to_milliseconds(timeout_s);
   const comm::RankInfo info = comm::rank_info_from_environment(rank_info);
   choose_device(info);
   comm::ProcessGroup ranks(info, group);

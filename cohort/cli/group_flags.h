@@ -19,9 +19,9 @@ struct GroupFlags {
   std::string device = "cpu";  ///< "cpu", "cuda", "cuda:N": comm::init_accelerator.
   /// CUDA devices, by local rank, instead of `device`, as Marian's --devices. Empty: not given.
   std::vector<int> devices;
-  bool allow_tf32 = false;       ///< As torch's allow_tf32 of CUDA's products.
-  std::string backend = "auto";  ///< As ProcessGroupOptions::backend.
-  double rendezvous_timeout_s = 300;
+  bool allow_tf32 = false;            ///< As torch's allow_tf32 of CUDA's products.
+  std::string backend = "auto";       ///< As ProcessGroupOptions::backend.
+  double rendezvous_timeout_s = 300;  ///< Above 0 and below 1e7, as timeout_s.
   double timeout_s = 600;
   int cpu_threads = 0;
 

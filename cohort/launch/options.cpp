@@ -116,7 +116,8 @@ StreamChoice parse_stream_choice(const std::string& flag, const std::string& tex
     const size_t colon = word.find(':');
     const auto rank = to_int(std::string_view(word).substr(0, colon));
     require(colon != std::string::npos && rank && *rank >= 0, flag, expected, text);
-    choice.of_rank[*rank] = streams(std::string_view(word).substr(colon + 1));
+    const int bits = streams(std::string_view(word).substr(colon + 1));
+    require(choice.of_rank.emplace(*rank, bits).second, flag, "each local rank once", text);
   }
   return choice;
 }

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/launch/rendezvous_thread.h"
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -14,7 +16,16 @@
 namespace cohort::launch {
 namespace {
 
-constexpr int kPollMs = 250;  // Between two attempts to connect.
+using std::chrono::milliseconds;
+
+constexpr milliseconds kPollTime{250};  // Between two attempts to connect, at most.
+
+// A heartbeat that is due does not wait longer.
+int poll_ms(const RunOptions& options) {
+  const milliseconds time =
+      std::clamp(options.keep_alive.heartbeat_interval(), milliseconds(1), kPollTime);
+  return static_cast<int>(time.count());
+}
 
 Fd make_event() {
   Fd fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -45,6 +56,7 @@ std::optional<RendezvousServer> host(const RunOptions& options) {
 RendezvousThread::RendezvousThread(const RunOptions& options)
     : server_(host(options)),
       hosts_(server_.has_value()),
+      poll_ms_(poll_ms(options)),
       client_(parse_endpoint(options.rdzv_endpoint), options),
       wake_(make_event()),
       ready_(make_event()),
@@ -115,7 +127,7 @@ void RendezvousThread::poll() {
   std::vector<pollfd> polls{{wake_.get(), POLLIN, 0}};
   if (server_) server_->add_polls(polls);
   client_.add_polls(polls);
-  ::poll(polls.data(), polls.size(), kPollMs);
+  ::poll(polls.data(), polls.size(), poll_ms_);
   clear(wake_);
   std::vector<std::function<void()>> tasks;
   {

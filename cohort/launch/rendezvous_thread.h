@@ -54,6 +54,7 @@ class RendezvousThread {
 
   std::optional<RendezvousServer> server_;  // Used by thread_ alone, like client_.
   const bool hosts_;
+  const int poll_ms_;  // The longest wait for a message.
   RendezvousClient client_;
   bool over_ = false;  // Likewise.
   Fd wake_;

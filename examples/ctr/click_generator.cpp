@@ -9,6 +9,9 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string_view>
+#include <system_error>
+#include <utility>
+#include <vector>
 
 #include "cohort/base/atomic_file.h"
 #include "cohort/base/error.h"
@@ -116,25 +119,23 @@ void append_line(std::string& text, const MadeExample& example) {
 }
 
 // Writes rows [begin, end) and scores their true logits.
-Metrics write_rows(const ClickModel& model, int64_t begin, int64_t end, const std::string& path,
+Metrics write_rows(const ClickModel& model, int64_t begin, int64_t end, cohort::FileWriter& file,
                    const cohort::StopRequest& stop) {
   constexpr size_t kPiece = 1 << 20;
   ScoreSet truth;
-  cohort::write_atomically(path, [&](cohort::FileWriter& file) {
-    std::string text;
-    for (int64_t row = begin; row < end; ++row) {
-      check_interruption(stop);
-      const MadeExample example = model.draw(row);
-      append_line(text, example);
-      const auto logit = static_cast<float>(example.logit);
-      const float label = example.click ? 1 : 0;
-      truth.add({&logit, 1}, {&label, 1});
-      if (text.size() < kPiece) continue;
-      file.write(std::string_view(text));
-      text.clear();
-    }
+  std::string text;
+  for (int64_t row = begin; row < end; ++row) {
+    check_interruption(stop);
+    const MadeExample example = model.draw(row);
+    append_line(text, example);
+    const auto logit = static_cast<float>(example.logit);
+    const float label = example.click ? 1 : 0;
+    truth.add({&logit, 1}, {&label, 1});
+    if (text.size() < kPiece) continue;
     file.write(std::string_view(text));
-  });
+    text.clear();
+  }
+  file.write(std::string_view(text));
   return truth.metrics();
 }
 
@@ -143,6 +144,28 @@ void refuse_present(const std::string& file) {
   throw cohort::ConfigError(
       file + ": is there already: name another folder, or let ctr generate --overwrite replace it");
 }
+
+// What is no file, a pipe or a folder, stays.
+std::error_code remove_file(const std::string& path) {
+  std::error_code error, ignored;
+  if (std::filesystem::is_regular_file(path, ignored)) std::filesystem::remove(path, error);
+  return error;
+}
+
+// Removes the files, in this order, unless all of them were completed.
+class FilesOnTrial {
+ public:
+  explicit FilesOnTrial(std::vector<std::string> files) : files_(std::move(files)) {}
+  ~FilesOnTrial() {
+    for (const std::string& file : files_) remove_file(file);
+  }
+  FilesOnTrial(const FilesOnTrial&) = delete;
+  FilesOnTrial& operator=(const FilesOnTrial&) = delete;
+  void keep() { files_.clear(); }
+
+ private:
+  std::vector<std::string> files_;
+};
 
 nlohmann::json to_json(const Metrics& metrics) {
   return {{"rows", metrics.count},
@@ -204,15 +227,29 @@ Truth generate_clicks(const GeneratorOptions& options, const std::string& folder
   }
   cohort::make_folder(folder);
   const cohort::StopRequest stop;
+  if (const std::error_code error = remove_file(train); error)
+    throw cohort::ConfigError(train + ": expected a file that can be replaced: " + error.message());
+  FilesOnTrial trial({train, test, noted});
+  nlohmann::json facts{{"seed", options.seed}, {"zipf", options.zipf}};
+  const auto note = [&] { cohort::write_atomically(noted, facts.dump(2) + "\n"); };
+  note();  // Without figures yet: whose test.tsv it is, if the process is killed.
   Truth truth;
-  truth.train = write_rows(model, 0, options.rows, train, stop);
-  truth.test = write_rows(model, options.rows, options.rows + test_rows, test, stop);
-  const nlohmann::json facts{{"seed", options.seed},
-                             {"zipf", options.zipf},
-                             {"train", to_json(truth.train)},
-                             {"test", to_json(truth.test)}};
-  cohort::write_atomically(noted, facts.dump(2) + "\n");
+  cohort::write_atomically(test, [&](cohort::FileWriter& file) {
+    truth.test = write_rows(model, options.rows, options.rows + test_rows, file, stop);
+  });
+  cohort::write_atomically(train, [&](cohort::FileWriter& file) {
+    truth.train = write_rows(model, 0, options.rows, file, stop);
+    facts["train"] = to_json(truth.train);
+    facts["test"] = to_json(truth.test);
+    note();
+  });
+  trial.keep();
   return truth;
+}
+
+bool is_unfinished(const std::string& folder) {
+  return !std::filesystem::exists(folder + "/train.tsv") &&
+         std::filesystem::exists(folder + "/truth.json");
 }
 
 double attainable_auc(const std::string& folder) {

@@ -175,7 +175,8 @@ int run(int argc, char** argv) {
   CLI::App* made =
       app.add_subcommand("generate", "Generates data whose best attainable AUC is known");
   made->add_option("--rows", flags.generator.rows, "Training examples")->capture_default_str();
-  made->add_option("--test-rows", flags.generator.test_rows, "Test examples (default: a tenth)");
+  made->add_option("--test-rows", flags.generator.test_rows, "Test examples (default: a tenth)")
+      ->check(zero_or_more());
   made->add_option("--seed", flags.generator.seed, "Random seed")->capture_default_str();
   made->add_option("--zipf", flags.generator.zipf, "Exponent of the categories' frequencies")
       ->capture_default_str();

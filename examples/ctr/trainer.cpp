@@ -156,7 +156,8 @@ std::string read_file(const std::string& path) {
 
 DeepFm seeded_network(const Options& options) {
   torch::manual_seed(options.seed);
-  return DeepFm(DeepFmOptions{.product_dtype = options.precision == "bfloat16" ? at::kBFloat16 : at::kFloat});
+  return DeepFm(
+      DeepFmOptions{.product_dtype = options.precision == "bfloat16" ? at::kBFloat16 : at::kFloat});
 }
 
 }  // namespace
@@ -274,13 +275,13 @@ Trainer::Share Trainer::share_of(const cohort::ps::SessionOptions& session) {
   return {.number = session.trainer, .count = session.trainers};
 }
 
-bool Trainer::is_alone() const {
+bool Trainer::is_ungrouped() const {
   return group_.size() == 1 && share_.count > 1;
 }
 
 // Whether this trainer does what is done once: rank 0, or the first that the servers know.
 bool Trainer::is_first() {
-  if (!is_alone()) return group_.rank() == 0;
+  if (!is_ungrouped()) return group_.rank() == 0;
   const auto status = nlohmann::json::parse(session_.client().status().front());
   for (const auto& trainer : status.at("trainers")) {
     if (trainer.at("trainer") < share_.number && trainer.at("member")) return false;
@@ -304,7 +305,7 @@ int64_t Trainer::agreed_steps() const {
   const auto steps_of = [&](const Share& share) {
     return count_lines(reader_options(train_files_, share)) / options_.batch_size;
   };
-  if (is_alone()) {
+  if (is_ungrouped()) {
     int64_t least = most;
     for (int number = 0; number < share_.count; ++number)
       least = std::min(least, steps_of({number, share_.count}));
@@ -428,8 +429,8 @@ EpochReport Trainer::train_epoch(int64_t epoch, int64_t done, int64_t num_steps)
   return report;
 }
 
-// Made up once, by rank 0, where no files are named and the folder has no data. A folder that was
-// named without --rows may be misspelt.
+// Made up once, by rank 0, where no files are named and the folder has no data, or parts of data
+// whose making was interrupted. A folder that was named without --rows may be misspelt.
 void Trainer::ensure_data() {
   const bool absent =
       !names_files(options_) && !std::filesystem::exists(options_.data + "/train.tsv");
@@ -440,7 +441,9 @@ void Trainer::ensure_data() {
   if (share_.number == 0 && absent) {
     console_.print("making up %lld examples in %s\n", static_cast<long long>(options_.rows),
                    options_.data.c_str());
-    generate_clicks({.rows = options_.rows, .seed = options_.seed}, options_.data);
+    generate_clicks(
+        {.rows = options_.rows, .seed = options_.seed, .overwrite = is_unfinished(options_.data)},
+        options_.data);
   }
   if (group_.size() > 1) group_.barrier("ctr data");
 }
@@ -457,15 +460,22 @@ void Trainer::check_input() const {
   check_files("--test", test_files_, options_.skip_damaged);
 }
 
-// `sums` are over all trainers, so all of them refuse.
-void Trainer::check_learned(const EpochReport& sums) const {
+// `sums` are over the trainers of the group. All trainers refuse, or none: one without a group,
+// whose share has malformed lines alone, looks for examples that the others learn from.
+void Trainer::check_learned(EpochReport sums) const {
   if (sums.examples > 0) return;
+  if (is_ungrouped() && sums.damaged > 0) {
+    ExampleReader all({.files = train_files_, .batch_size = 1, .skip_damaged = true});
+    Batch first;
+    if (all.next(first)) return;
+    sums.damaged = all.counts().damaged;
+  }
   std::string text = "--train " + joined(train_files_) + ": expected examples, got ";
   if (sums.damaged > 0) {
     text += std::to_string(sums.damaged) + " malformed lines alone";
-  } else if (group_.size() > 1) {
+  } else if (share_.count > 1) {
     text += "fewer lines than one --batch " + std::to_string(options_.batch_size) +
-            " for each of " + std::to_string(group_.size()) + " trainers";
+            " for each of " + std::to_string(share_.count) + " trainers";
   } else {
     text += "none";
   }
@@ -500,13 +510,13 @@ void Trainer::train() {
           "epoch %lld: %.0f examples, log-loss %.4f while learning, %.0f examples/s of %s, %.1f us "
           "CPU an example in trainers\n",
           static_cast<long long>(epoch), examples, total[3].item<double>() / examples,
-          examples / report.seconds, is_alone() ? "this trainer" : "all trainers",
+          examples / report.seconds, is_ungrouped() ? "this trainer" : "all trainers",
           total[2].item<double>() / examples);
     wait_for_updates();
     const bool first_here = is_first();
     // First what was learnt: the test files may have a line that ends the run.
     if (!options_.save.empty() && first_here) save(epoch);
-    if (!test_files_.empty() && (!is_alone() || first_here)) print_evaluation();
+    if (!test_files_.empty() && (!is_ungrouped() || first_here)) print_evaluation();
     if (group_.size() > 1) group_.barrier("ctr epoch");
   }
 }

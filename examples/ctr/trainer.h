@@ -66,7 +66,7 @@ class Trainer {
   cohort::ps::SessionOptions session_options();
   void go_back(cohort::ps::SessionOptions& session);
   static Share share_of(const cohort::ps::SessionOptions& session);
-  bool is_alone() const;
+  bool is_ungrouped() const;
   bool is_first();
   int64_t first_epoch(int64_t num_steps) const;
   void start();
@@ -75,7 +75,7 @@ class Trainer {
   void ensure_data();
   void check_output() const;
   void check_input() const;
-  void check_learned(const EpochReport& sums) const;
+  void check_learned(EpochReport sums) const;
   int64_t agreed_steps() const;
   EpochReport train_epoch(int64_t epoch, int64_t done, int64_t num_steps);
   void tell_damaged(int64_t lines, const char* where) const;

@@ -5,6 +5,7 @@
 #include <ATen/Context.h>
 #include <CLI/CLI.hpp>
 #include <cstdlib>
+#include <string>
 #include <utility>
 
 #include "cohort/base/env.h"
@@ -117,6 +118,10 @@ void check_together(const Options& options, bool on_cpu) {
   if (servers) return;
   if (!options.evaluate) cohort::ps::refuse_servers(options.strategy);
   cohort::cli::refuse_security(options.security, "--strategy ps-sync or ps-async");
+  if (!options.evaluate && options.start_epoch && *options.start_epoch >= options.epochs)
+    throw cohort::ConfigError("--start-epoch " + std::to_string(*options.start_epoch) +
+                              ": expected less than --epochs " + std::to_string(options.epochs) +
+                              ", or no epoch is trained");
 }
 
 // Ranks that a launcher restarts resume at the last epoch that the job has saved.

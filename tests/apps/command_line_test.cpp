@@ -4,6 +4,8 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "cohort/cli/milliseconds.h"
+
 #include "bench/median.h"
 #include "tests/apps/nmt_command.h"
 #include "tests/support/shell.h"
@@ -126,6 +128,29 @@ TEST(BackendFlagTest, ABackendOfAnotherDeviceIsRefused) {
   }
   const Ended taken = shell(path + bin("cohort") + bench + " --dist-backend hccl");
   EXPECT_EQ(taken.code, 0) << taken.output;
+}
+
+TEST(GroupFlagsTest, ATimeLimitIsNamedWithBothOfItsBounds) {
+  const std::string bench = bin("cohort") + " bench ddp --layers 1 --width 8 --batch 2 --steps 1";
+  for (const std::string flag : {"--timeout", "--rendezvous-timeout"}) {
+    for (const std::string value : {"20000000", "0", "-1"}) {
+      const std::string given = " " + flag + " " + value;
+      const Ended ended = shell(bench + given);
+      EXPECT_EQ(ended.code, 2) << ended.output;
+      EXPECT_NE(ended.output.find(given + ": expected seconds above 0 and below 10000000"),
+                std::string::npos)
+          << ended.output;
+    }
+  }
+}
+
+TEST(MillisecondsTest, ATimeAboveZeroIsNotRoundedToZero) {
+  using cohort::cli::to_milliseconds;
+  EXPECT_EQ(to_milliseconds(0).count(), 0);
+  EXPECT_EQ(to_milliseconds(1e-9).count(), 1);
+  EXPECT_EQ(to_milliseconds(0.0004).count(), 1);
+  EXPECT_EQ(to_milliseconds(0.0016).count(), 2);
+  EXPECT_EQ(to_milliseconds(600).count(), 600'000);
 }
 
 class ConfigFileTest : public NmtCommand {

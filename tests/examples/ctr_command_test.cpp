@@ -365,6 +365,31 @@ TEST_F(CtrCommandTest, WithoutExamplesThereIsNothingToLearnOrToScore) {
   EXPECT_NE(clicks.output.find("AUC undefined"), std::string::npos) << clicks.output;
 }
 
+// Trainers without a process group know of each other's examples by the files alone.
+TEST_F(CtrCommandTest, ATrainerWithoutAnExampleEndsNoJobOfTrainersOnTheirOwn) {
+  ASSERT_EQ(shell(bin("ctr") + " generate --rows 300 --output " + folder_ / "data").code, 0);
+  const std::string good = folder_ / "data/train.tsv";
+  const std::string damaged = folder_ / "damaged.tsv";
+  const std::string half = folder_ / "half.tsv";
+  ASSERT_EQ(shell("sed 's/^/x/' " + good + " > " + damaged).code, 0);
+  // Of two blocks of 16 KiB, one trainer's has no good line.
+  ASSERT_EQ(shell("head -80 " + damaged + " > " + half + "; head -40 " + good + " >> " + half).code,
+            0);
+  for (const std::string policy : {"--restart-policy single", "--on-trainer-loss continue"}) {
+    const std::string together = "timeout 60 " + bin("cohort") + " run --servers 1 --trainers 2 " +
+                                 policy + " --tee all -- " + bin("ctr") + " train --skip-damaged ";
+    const Ended ended = shell(together + "--batch 8 --train " + half);
+    EXPECT_EQ(ended.code, 0) << policy << "\n" << ended.output;
+    EXPECT_NE(ended.output.find("epoch 1: 40 examples"), std::string::npos) << ended.output;
+    EXPECT_EQ(ended.output.find("continue without it"), std::string::npos) << ended.output;
+    if (policy == "--on-trainer-loss continue") continue;  // Of all trainers that refuse, too.
+    expect_refused(together + "--batch 8 --train " + damaged,
+                   "--train " + damaged + ": expected examples, got 300 malformed lines alone");
+    expect_refused(together + "--batch 400 --train " + good,
+                   "got fewer lines than one --batch 400 for each of 2 trainers");
+  }
+}
+
 TEST_F(CtrCommandTest, AnUnwritableCheckpointIsRefusedBeforeTraining) {
   ASSERT_EQ(shell(bin("ctr") + " generate --rows 2000 --output " + folder_ / "data").code, 0);
   const std::string file = folder_ / "file";
@@ -416,6 +441,9 @@ TEST_F(CtrCommandTest, BadInputIsRefusedByName) {
   expect_refused(bin("ctr") + " evaluate --load " + folder_ / "nothing", "nothing");
   expect_refused(bin("ctr") + " generate --rows 0 --output " + folder_ / "x",
                  "--rows: expected 1 or more, got 0");
+  expect_refused(bin("ctr") + " generate --test-rows -5 --output " + folder_ / "x",
+                 "--test-rows -5: expected 0 or more");
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "x"));
   expect_refused(train("--mode async --max-staleness -2"),
                  "--max-staleness -2: expected -1 (any) or more");
   expect_refused(train("--mode local --table-memory-mib 1 --at-cap spill"),
@@ -467,6 +495,32 @@ TEST_F(CtrCommandTest, ASignalEndsGenerateWithoutAPartOfAFile) {
       "/*.tmp-* > /dev/null 2>&1 && break; sleep 0.05; done; kill -TERM $!; wait $!; echo $?; ls " +
       folder_ / "data");
   EXPECT_TRUE(ended.output.ends_with("143\n")) << ended.output;
+}
+
+// A killed one cannot tidy up. What it left is known by its truth.json; a test.tsv alone is somebody's.
+TEST_F(CtrCommandTest, TrainingReplacesWhatAKilledGenerationLeftAndNothingElse) {
+  const std::string data = folder_ / "data";
+  const std::string generate = bin("ctr") + " generate --output ";
+  const Ended ended = shell(
+      generate + data + " --rows 100000000 --test-rows 50 --seed 7 & for i in $(seq 1200); do ls " +
+      data + "/train.tsv.tmp-* > /dev/null 2>&1 && break; sleep 0.05; done; kill -KILL $!; " +
+      "wait $!; rm " + data + "/train.tsv.tmp-*; ls " + data);
+  EXPECT_TRUE(ended.output.ends_with("test.tsv\ntruth.json\n")) << ended.output;
+  EXPECT_FALSE(std::filesystem::exists(data + "/train.tsv"));
+  expect_refused(generate + data + " --rows 2000", data + "/test.tsv: is there already");
+  const std::string train = bin("ctr") + " train --rows 2000 --batch 64 --max-steps 2 --data ";
+  const Ended trained = shell(train + data);
+  EXPECT_EQ(trained.code, 0) << trained.output;
+  EXPECT_NE(trained.output.find("making up 2000 examples"), std::string::npos) << trained.output;
+  ASSERT_EQ(shell(generate + folder_ / "fresh" + " --rows 2000").code, 0);
+  for (const std::string name : {"/train.tsv", "/test.tsv", "/truth.json"})
+    EXPECT_TRUE(cohort::read_file(data + name) == cohort::read_file(folder_ / "fresh" + name))
+        << name;
+  const std::string mine = folder_ / "mine";
+  std::filesystem::create_directory(mine);
+  cohort::write_file(mine + "/test.tsv", "mine");
+  expect_refused(train + mine, mine + "/test.tsv: is there already");
+  EXPECT_EQ(cohort::read_file(mine + "/test.tsv"), "mine");
 }
 
 // What was learnt outlives a bad line of the test files, which is seen early where it comes early.

@@ -356,6 +356,36 @@ TEST(ClickGeneratorTest, ASignalLeavesNoPartOfAFile) {
   EXPECT_TRUE(std::filesystem::is_empty(folder.path() + "/data"));
 }
 
+// At each moment from the first file on: where train.tsv is, the others are of its generation.
+TEST(ClickGeneratorTest, AnInterruptedReplacementLeavesNothingOfTheOldGeneration) {
+  const Folder folder;
+  generate_clicks({.rows = 100, .seed = 1}, folder.path());
+  std::atomic<bool> done = false;
+  std::atomic<bool> had_train = false;
+  std::thread sender([&] {
+    const auto writes_train = [&] {
+      for (const auto& entry : std::filesystem::directory_iterator(folder.path()))
+        if (entry.path().filename().string().starts_with("train.tsv.tmp-")) return true;
+      return false;
+    };
+    while (!writes_train() && !done) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    had_train = std::filesystem::exists(folder.path() + "/train.tsv");
+    if (!done) std::raise(SIGINT);
+  });
+  int signal = 0;
+  try {
+    generate_clicks({.rows = 100'000'000, .test_rows = 50, .seed = 2, .overwrite = true},
+                    folder.path());
+  } catch (const Interrupted& interrupted) {
+    signal = interrupted.signal;
+  }
+  done = true;
+  sender.join();
+  EXPECT_EQ(signal, SIGINT);
+  EXPECT_FALSE(had_train) << "the old one, beside the new test.tsv";
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
+}
+
 // What training finds in a file is what the model drew.
 TEST(ClickGeneratorTest, FilesSayWhatWasDrawn) {
   const Folder folder;

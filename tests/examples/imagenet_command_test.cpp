@@ -94,6 +94,9 @@ TEST_F(ImagenetCommandTest, FlagsThatCannotHoldAreRefused) {
                   "offload: leave it out, or choose a --device"},
         {"--cpu-offload", "--cpu-offload: this run computes on the CPU"},
         {"--device tpu", "device \"tpu\": expected cpu, cuda or cuda:N"},
+        {"--start-epoch 95 --epochs 90",
+         "--start-epoch 95: expected less than --epochs 90, or no epoch is trained"},
+        {"--start-epoch 3 --epochs 3", "--start-epoch 3: expected less than --epochs 3"},
         {"--lr 1e30", "--lr 1e30: expected a number from 0 to 100"}}) {
     expect_refused(2, shell(bin("imagenet") + " " + flags("run", more)), text);
   }

@@ -183,9 +183,11 @@ TEST(RunOptionsTest, TorchrunsChoiceOfStreamsIsRead) {
   EXPECT_EQ(some.of(0), 1);
   EXPECT_EQ(some.of(1), 0);
   EXPECT_EQ(some.of(2), 3);
-  for (const char* bad : {"", "4", "-1", "0:4", "a", "0:1,2", "0:1;1:2"}) {
+  for (const char* bad : {"", "4", "-1", "0:4", "a", "0:1,2", "0:1;1:2", "0:1,1:1,0:1"}) {
     EXPECT_THROW(parse_stream_choice("--tee", bad), ConfigError) << bad;
   }
+  EXPECT_EQ(test::message_of<ConfigError>([] { parse_stream_choice("--tee", "0:1,0:2"); }),
+            "--tee: expected each local rank once, got 0:1,0:2");
 }
 
 TEST(RunOptionsTest, TheRendezvousLimitsAreRead) {

@@ -355,6 +355,16 @@ TEST(ServerRunTest, BadFlagsAreNamed) {
     EXPECT_NE(text.find(flags[0]), std::string::npos) << text;
     EXPECT_NE(text.find("--servers"), std::string::npos) << text;
   }
+  // 0 means none, which is the default.
+  for (const Lines& flags : {Lines{"--trainers", "2"}, Lines{"--on-trainer-loss", "wait"},
+                             Lines{"--max-server-restarts", "2"}, Lines{"--server-dir", "d"},
+                             Lines{"--server-arg", "a"}, Lines{"--server-program", "p"}}) {
+    EXPECT_EQ(
+        refusal({"--servers", "0", flags[0], flags[1]}),
+        "cohort run: error: " + flags[0] + ": expected --servers 1 or more beside it, got 0\n");
+  }
+  Launched none(cohort_run_sh({"--servers", "0"}, "exit 0"));
+  EXPECT_EQ(none.wait().exit_code, 0);
   EXPECT_EQ(refusal({"--servers", "1", "--trainers", "0"}),
             "cohort run: error: --trainers: expected 1 to 4096, got 0\n");
 }
