@@ -30,7 +30,7 @@ struct MlpImpl : torch::nn::Module {
     second = register_parameter("second", part_of(second_whole, 1, tp));  // and here the inputs.
     bias = register_parameter("bias", torch::zeros({8}, at::kDouble));    // Every rank has it all.
   }
-  at::Tensor forward(const at::Tensor& x) {
+  at::Tensor forward(const at::Tensor& x) const {
     const at::Tensor hidden = torch::tanh(parallel::column_parallel_linear(x, first, {}, tp));
     return parallel::row_parallel_linear(hidden, second, bias, tp);
   }
