@@ -119,10 +119,13 @@ def start(measures, settings=None, programs=(), command=None, root=ROOT):
 def resume(about, path):
     """What `path` holds of start()'s results when this measurement began, or `about`, which `path` then holds.
 
-    For a benchmark that keeps its parts: ends if those are of other code or other settings.
+    For a benchmark that keeps its parts in the folder of `path`: ends if those are of other code or other settings, or if nothing
+    says of which.
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
+        if any(path.parent.iterdir()):
+            sys.exit(f"{path}: expected this file beside what {path.parent} holds, to tell which code made it. Use another folder")
         path.write_text(json.dumps(about))
         return about
     kept = json.loads(path.read_text())

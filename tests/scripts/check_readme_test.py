@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/check-readme finds what it is for: each case damages a copy of the source tree in one place.
+"""scripts/check-readme finds what it is for: each case damages a copy of the source tree in one place. And resume() of
+bench/record.py.
 
 Usage: check_readme_test.py SOURCE_FOLDER [CASES OF unittest]
 """
@@ -264,6 +265,35 @@ class CheckReadmeTest(unittest.TestCase):
         self.append("docs/ps.md", "\n<!-- file examples/clusters/ssh.sh -->\n")
         self.expect_fault("ddp.md lists examples/absent.sh: No such file or directory")
         self.expect_fault("ps.md: expected a block of code after each <!-- file ... -->")
+
+
+class ResumeTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.runs = pathlib.Path(folder.name) / "runs"
+        self.about = {"measures": {"cohort/base": "1"}, "settings": {"updates": 5}, "date": "first"}
+
+    def resume(self, **changes):
+        return record.resume(self.about | changes, self.runs / "measured.json")
+
+    def test_a_resumed_measurement_keeps_what_it_said_of_itself(self):
+        self.assertEqual(self.resume()["date"], "first")
+        (self.runs / "part").write_text("")
+        self.assertEqual(self.resume(date="second")["date"], "first")
+
+    def test_parts_of_other_code_or_settings_are_refused(self):
+        self.resume()
+        for change in ({"measures": {"cohort/base": "2"}}, {"settings": {"updates": 6}}):
+            with self.assertRaisesRegex(SystemExit, f"other {next(iter(change))} than now"):
+                self.resume(**change)
+
+    def test_parts_of_unknown_code_are_refused(self):
+        self.runs.mkdir()
+        (self.runs / "part").write_text("")
+        with self.assertRaisesRegex(SystemExit, "measured.json: expected this file"):
+            self.resume()
+        self.assertEqual([path.name for path in self.runs.iterdir()], ["part"])
 
 
 if __name__ == "__main__":
