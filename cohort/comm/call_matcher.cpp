@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/comm/call_matcher.h"
 
+#include "cohort/comm/numbered_backend.h"
+
 namespace cohort::comm {
 namespace {
 
@@ -36,6 +38,21 @@ uint32_t CallMatcher::next_comparison() {
 
 uint32_t CallMatcher::data_number() const {
   return kDataNumbers | static_cast<uint32_t>(history_ ^ (history_ >> 32));
+}
+
+void check_split_bytes(std::span<const int64_t> counts, int world_size) {
+  const auto ranks = static_cast<size_t>(world_size);
+  for (size_t from = 0; from < ranks; ++from) {
+    for (size_t to = 0; to < ranks; ++to) {
+      const int64_t sent = counts[2 * ranks * from + to];
+      const int64_t expected = counts[2 * ranks * to + ranks + from];
+      if (sent == expected) continue;
+      throw CallMismatch({__func__, __FILE__, __LINE__},
+                         "rank " + std::to_string(to) + " expects " + std::to_string(expected) +
+                             " bytes of rank " + std::to_string(from) + ", which sends " +
+                             std::to_string(sent));
+    }
+  }
 }
 
 }  // namespace cohort::comm

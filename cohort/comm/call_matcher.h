@@ -4,6 +4,7 @@
 #pragma once
 #include <array>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <unordered_set>
 
@@ -41,5 +42,10 @@ class CallMatcher {
   uint32_t num_comparisons_ = 0;
   std::unordered_set<uint64_t> known_;  // kinds that were compared
 };
+
+/// Compares what each rank sends to each in one all_to_all, in bytes, with what the receiver expects.
+/// `counts`: by rank, the world_size counts that it sends, then those that it expects.
+/// Errors: CallMismatch, with the same text on every rank.
+void check_split_bytes(std::span<const int64_t> counts, int world_size);
 
 }  // namespace cohort::comm

@@ -5,6 +5,10 @@
 #include <algorithm>
 #include <gtest/gtest.h>
 
+#include "cohort/comm/numbered_backend.h"
+
+#include "tests/support/message_of.h"
+
 namespace cohort::comm {
 namespace call_matcher_test {
 
@@ -76,6 +80,16 @@ TEST(CallMatcherTest, ComparisonsAndDataHaveDifferentNumbers) {
     EXPECT_EQ(matcher.next_comparison(), call);
     EXPECT_GE(matcher.data_number(), 1U << 31);
   }
+}
+
+TEST(CallMatcherTest, WhatIsSentIsWhatIsExpected) {
+  // By rank, what it sends to ranks 0 and 1, then what it expects of them.
+  EXPECT_NO_THROW(check_split_bytes(std::vector<int64_t>{1, 2, 1, 3, 3, 4, 2, 4}, 2));
+  EXPECT_NO_THROW(check_split_bytes(std::vector<int64_t>{0, 0}, 1));
+  EXPECT_EQ(test::message_of<CallMismatch>([] {
+              check_split_bytes(std::vector<int64_t>{1, 2, 1, 5, 3, 4, 2, 4}, 2);
+            }),
+            "rank 0 expects 5 bytes of rank 1, which sends 3");
 }
 
 }  // namespace call_matcher_test

@@ -363,7 +363,7 @@ TEST(CollectivesTest, ManyExchangesMayBeUnderWayAtOnce) {
 }
 
 // Gloo itself would leave the end of an output as it was, or end the process.
-void expect_splits_compared(int64_t expected, bool async) {
+void expect_splits_compared(const std::string& backend, int64_t expected, bool async) {
   const auto ends = test::run_ranks(
       2,
       [&](const ProcessGroup& group) {
@@ -373,21 +373,31 @@ void expect_splits_compared(int64_t expected, bool async) {
         if (async) group.all_to_all_async(output, input, from, to).wait();
         if (!async) group.all_to_all(output, input, from, to);
       },
-      {.backend = "gloo", .timeout = std::chrono::seconds(20)});
+      {.backend = backend, .timeout = std::chrono::seconds(20)});
   const std::string text =
       "rank 1 expects " + std::to_string(4 * expected) + " bytes of rank 0, which sends 8";
   for (const test::RankEnd& end : ends) {
     EXPECT_EQ(end.exit_code, 3) << end.output;
     EXPECT_NE(end.output.find(text), std::string::npos) << end.output;
+    EXPECT_NE(end.output.find("disagree"), std::string::npos) << end.output;
+    EXPECT_EQ(end.output.find("lost"), std::string::npos) << end.output;
   }
 }
 
 TEST(CollectivesTest, ASplitThatIsLongerThanExpectedIsAnErrorOnEveryRank) {
-  expect_splits_compared(1, /*async=*/false);
+  expect_splits_compared("gloo", 1, /*async=*/false);
 }
 
 TEST(CollectivesTest, ASplitThatIsShorterThanExpectedIsAnErrorOnEveryRank) {
-  expect_splits_compared(3, /*async=*/true);
+  expect_splits_compared("gloo", 3, /*async=*/true);
+}
+
+TEST(CollectivesTest, ASplitThatIsLongerThanExpectedIsTheSameErrorOverSharedMemory) {
+  expect_splits_compared("shm", 1, /*async=*/true);
+}
+
+TEST(CollectivesTest, ASplitThatIsShorterThanExpectedIsTheSameErrorOverSharedMemory) {
+  expect_splits_compared("shm", 3, /*async=*/false);
 }
 
 TEST(CollectivesTest, AllToAllWithEqualAndUnequalParts) {
@@ -457,7 +467,7 @@ TEST(CollectivesTest, BadArgumentsAreNamedBeforeAnythingIsSent) {
   EXPECT_EQ(error_of([&] { group.scatter(x, {}); }),
             "scatter: expected 1 inputs on the root and none elsewhere, got 0");
   EXPECT_EQ(error_of([&] { group.all_to_all(x, x, {3}, {4}); }),
-            "all_to_all: expected 1 output splits that sum to 4, got 3");
+            "all_to_all: expected 1 output splits of at least 0 that sum to 4, got 3");
   EXPECT_EQ(error_of([&] { group.all_to_all(x, small); }),
             "all_to_all: expected as many elements in the output as in the input, 3, got 16");
   EXPECT_EQ(error_of([&] { group.all_to_all(x, small, {4}, {3}); }),

@@ -18,6 +18,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/base/process_stat.h"
+#include "cohort/comm/call_matcher.h"
 #include "cohort/comm/number_hash.h"
 #include "cohort/comm/rendezvous.h"
 
@@ -518,32 +519,25 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(
   return last;
 }
 
-// Tensors of any length to every rank. Lengths go ahead, for all must take as many steps.
+// Tensors of any length to every rank. Lengths go ahead: ranks compare them, and all must take as many
+// steps.
 void ShmBackend::exchange(const Tensors& outputs, const Tensors& inputs) {
   const auto ranks = static_cast<size_t>(size_);
-  std::vector<uint64_t> lengths;
+  std::vector<int64_t> lengths;
   std::vector<Message> messages;
-  for (const at::Tensor& input : inputs) {
-    lengths.push_back(input.nbytes());
-    messages.push_back(message_of(input));
+  for (const at::Tensor& input : inputs) messages.push_back(message_of(input));
+  for (const Tensors* list : {&inputs, &outputs}) {
+    for (const at::Tensor& tensor : *list) lengths.push_back(static_cast<int64_t>(tensor.nbytes()));
   }
-  size_t most = 0;
+  std::vector<int64_t> all(ranks * lengths.size());
   const Message own = std::as_bytes(std::span(lengths));
-  std::string wrong;
   exchange_.show(own, own.size(), [&](size_t, size_t, const auto& pieces) {
-    std::vector<uint64_t> theirs(ranks);
-    for (size_t peer = 0; peer < ranks; ++peer) {
-      std::memcpy(theirs.data(), pieces[peer], own.size());
-      most = std::max(most, *std::ranges::max_element(theirs));
-      const uint64_t sent = theirs[static_cast<size_t>(rank_)];
-      if (sent != outputs[peer].nbytes())
-        wrong = "shm alltoall: expected " + std::to_string(outputs[peer].nbytes()) +
-                " bytes of rank " + std::to_string(peer) + ", it sends " + std::to_string(sent);
-    }
+    for (size_t peer = 0; peer < ranks; ++peer)
+      std::memcpy(&all[peer * lengths.size()], pieces[peer], own.size());
   });
-  if (!wrong.empty()) C10_THROW_ERROR(DistBackendError, wrong);
+  check_split_bytes(all, size_);
   exchange_.pass(
-      messages, most,
+      messages, static_cast<size_t>(*std::ranges::max_element(all)),
       [&](size_t offset, size_t bytes, const auto& pieces) {
         for (size_t peer = 0; peer < ranks; ++peer)
           take_piece(outputs[peer], offset, pieces[peer], bytes);
