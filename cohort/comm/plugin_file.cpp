@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 #include <fstream>
 #include <link.h>
+#include <utility>
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
@@ -57,25 +58,28 @@ bool lacks_cuda_half(const std::string& error) {
 
 std::vector<fs::path> plugin_folders() {
   std::vector<fs::path> folders;
+  const auto add = [&](fs::path folder) {
+    if (std::ranges::find(folders, folder) == folders.end()) folders.push_back(std::move(folder));
+  };
   const std::string path = env_string("COHORT_BACKEND_PATH").value_or("");
   for (size_t begin = 0; begin < path.size();) {
     const size_t end = std::min(path.find(':', begin), path.size());
-    if (end > begin) folders.emplace_back(path.substr(begin, end - begin));
+    if (end > begin) add(path.substr(begin, end - begin));
     begin = end + 1;
   }
   std::error_code error;
   const fs::path program = fs::read_symlink("/proc/self/exe", error);
   if (!error) {
-    folders.push_back(program.parent_path());
-    folders.push_back((program.parent_path() / "../lib").lexically_normal());
+    add(program.parent_path());
+    add((program.parent_path() / "../lib").lexically_normal());
   }
   // Every program loads this library; what is installed with it lies beside it or below.
   Dl_info base{};
   if (dladdr(reinterpret_cast<const void*>(&env_string), &base) != 0) {
     const fs::path library = fs::canonical(base.dli_fname, error);
     if (!error) {
-      folders.push_back(library.parent_path());
-      folders.push_back(library.parent_path() / "cohort/lib");
+      add(library.parent_path());
+      add(library.parent_path() / "cohort/lib");
     }
   }
   return folders;

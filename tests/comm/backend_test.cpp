@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/comm/backend.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <dlfcn.h>
 #include <filesystem>
@@ -11,6 +12,7 @@
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
+#include "cohort/comm/plugin_file.h"
 
 #include "tests/base/temporary_folder.h"
 #include "tests/support/ranks.h"
@@ -190,6 +192,16 @@ TEST_F(BackendTest, AFolderCalledLikeABackendIsNone) {
   const std::string error = error_of("nonesuch");
   EXPECT_TRUE(contains(error, "backend \"nonesuch\" is unknown: there is ")) << error;
   EXPECT_FALSE(contains(error, "there is folder, ") || contains(error, ", folder")) << error;
+}
+
+TEST_F(BackendTest, NoFolderIsListedTwice) {
+  search({plugin_folder(), "elsewhere", plugin_folder()});
+  std::vector<fs::path> folders = plugin_folders();
+  ASSERT_GE(folders.size(), 3U);
+  EXPECT_EQ(folders[0], plugin_folder());
+  EXPECT_EQ(folders[1], "elsewhere");
+  std::ranges::sort(folders);
+  EXPECT_EQ(std::ranges::adjacent_find(folders), folders.end());
 }
 
 // As in an installation, whose backends lie in lib/cohort/lib: a program of the user's finds them.
