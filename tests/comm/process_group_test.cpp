@@ -66,6 +66,28 @@ TEST(ProcessGroupTest, ProgramsThatRank0StartsDoNotInheritTheStoresSocket) {
   });
 }
 
+// Threads and open files of this process.
+int64_t num_held() {
+  using std::filesystem::directory_iterator;
+  return std::distance(directory_iterator("/proc/self/task"), {}) +
+         std::distance(directory_iterator("/proc/self/fd"), {});
+}
+
+// Over Gloo, each of whose groups has threads and sockets of its own.
+TEST(ProcessGroupTest, GroupsThatAreGoneLeaveNoThreadsAndFiles) {
+  test::ranks(2,
+              [](const ProcessGroup& group) {
+                const auto make_and_drop = [&] {
+                  EXPECT_EQ(group.subgroup({0, 1}, "pair").all_reduce_sum(1), 2);
+                };
+                make_and_drop();
+                const int64_t before = num_held();
+                for (int i = 0; i < 5; ++i) make_and_drop();
+                EXPECT_LE(num_held(), before + 1);
+              },
+              {.backend = "gloo"});
+}
+
 // A program that forks and returns, with groups on the way.
 TEST(ProcessGroupTest, AChildThatForksMayDestroyItsCopies) {
   const auto end_of_child = [](std::vector<ProcessGroup>& groups) {
