@@ -6,6 +6,8 @@
 #include <pthread.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "cohort/comm/time_left.h"
+
 namespace cohort::comm {
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(MatchedCall, group, number, what, site)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(DeviceWait, call, name, ranks, ms, timeout_ms)
@@ -45,10 +47,6 @@ std::vector<uint8_t> encode(const T& value) {
 template <class T>
 T decode(const std::vector<uint8_t>& bytes) {
   return nlohmann::json::from_cbor(bytes).get<T>();
-}
-
-milliseconds until(Clock::time_point time) {
-  return std::max(std::chrono::ceil<milliseconds>(time - Clock::now()), milliseconds(1));
 }
 
 }  // namespace
@@ -237,7 +235,7 @@ bool FailureWatch::wait_for_key_of(int peer, const std::string& key, Clock::time
   bool ended = false;
   do {
     ended = has_ended(peer);
-    const auto limit = ended ? milliseconds(1) : std::min(until(deadline), kLookAtProcess);
+    const auto limit = ended ? milliseconds(1) : std::min(time_left(deadline), kLookAtProcess);
     if (wait_for_key(key, limit)) return true;
   } while (!ended && Clock::now() < deadline);
   return false;
@@ -269,7 +267,7 @@ void FailureWatch::check_liveness() {
 bool FailureWatch::wait_for_key(const std::string& key, milliseconds limit) {
   const auto deadline = Clock::now() + limit;
   do {
-    const auto left = until(deadline);
+    const auto left = time_left(deadline);
     if (wait_or_wake(key, connection_.interrupt ? left : std::min(left, kShortPollInterval)))
       return true;
   } while (Clock::now() < deadline);

@@ -2,7 +2,6 @@
 // An operation of the backends shm and hierarchical, from its c10d options to the queue.
 #pragma once
 #include <ATen/core/Tensor.h>
-#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <torch/csrc/distributed/c10d/Types.hpp>
@@ -12,13 +11,6 @@
 #include "cohort/comm/backends/shm/rank_signals.h"
 
 namespace cohort::comm {
-
-/// What is left until `deadline` for a call that takes 0 or less for no limit.
-inline std::chrono::milliseconds time_left(std::chrono::steady_clock::time_point deadline) {
-  return std::max(
-      std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()),
-      std::chrono::milliseconds(1));
-}
 
 /// What a backend queues.
 struct BackendCall {

@@ -19,6 +19,7 @@
 #include "cohort/comm/connections.h"
 #include "cohort/comm/libtorch_version.h"
 #include "cohort/comm/numbered_backend.h"
+#include "cohort/comm/time_left.h"
 
 namespace cohort::comm {
 namespace {
@@ -41,7 +42,7 @@ class GlooBackend : public Gloo, public NumberedBackend {
   // end.
   void await_all(Clock::time_point deadline) {
     const milliseconds timeout = options_->timeout;
-    setTimeout(std::max(std::chrono::ceil<milliseconds>(deadline - Clock::now()), milliseconds(1)));
+    setTimeout(time_left(deadline));
     number_next(std::numeric_limits<uint32_t>::max());  // The next one's is 0.
     barrier()->wait();
     setTimeout(timeout);

@@ -11,6 +11,7 @@
 #include "cohort/comm/backends/gloo/gloo.h"
 #include "cohort/comm/libtorch_version.h"
 #include "cohort/comm/number_hash.h"
+#include "cohort/comm/time_left.h"
 
 namespace cohort::comm {
 namespace {
@@ -117,8 +118,8 @@ int tag_of(const SharedCall& call) {
 }  // namespace
 
 HierarchicalBackend::HierarchicalBackend(const BackendRequest& request)
-    : Backend(request.rank, request.world_size),
-      timeout_(request.timeout),
+    : QueuedBackend(request.rank, request.world_size, request.timeout, "cohort-hosts",
+                    hierarchical_title),
       groups_(checked_groups(request)),
       runs_(host_runs(groups_)),
       host_(group_with(groups_, request.rank)) {
@@ -136,13 +137,12 @@ HierarchicalBackend::HierarchicalBackend(const BackendRequest& request)
   init();
 }
 
-// Nobody waits for what is under way any more, and peers may have gone.
 HierarchicalBackend::~HierarchicalBackend() {
-  if (queue_.is_busy()) abort();
+  end_queue();
 }
 
 void HierarchicalBackend::setTimeout(milliseconds timeout) {
-  timeout_ = timeout;
+  QueuedBackend::setTimeout(timeout);
   all_->setTimeout(timeout);
 }
 
@@ -150,16 +150,6 @@ void HierarchicalBackend::abort() {
   if (inside_) inside_->abort();
   if (leaders_) leaders_->abort();
   all_->abort();
-}
-
-uint64_t HierarchicalBackend::getSequenceNumberForGroup() {
-  const std::lock_guard lock(mutex_);
-  return sequence_;
-}
-
-void HierarchicalBackend::number_next(uint32_t number) {
-  const std::lock_guard lock(mutex_);
-  number_ = number;
 }
 
 int HierarchicalBackend::host_of(int rank) const {
@@ -179,36 +169,16 @@ HierarchicalBackend::Reduced HierarchicalBackend::reduced(const c10d::ReduceOp& 
           .inside = scales ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op};
 }
 
-WorkPtr HierarchicalBackend::launch(BackendCall call) {
-  {
-    const std::lock_guard lock(mutex_);
-    ++sequence_;
-    call.shared.number = number_++;
-  }
-  auto work = c10::make_intrusive<QueuedWork>(rank_, call.type, hierarchical_title(call.type),
-                                              call.results, [this, call] { run(call); });
-  queue_.launch(work, call.in_background);
-  return work;
-}
-
-void HierarchicalBackend::run(const BackendCall& call) {
-  try {
-    if (!failure_.empty()) C10_THROW_ERROR(DistBackendError, failure_);
-    deadline_ = std::chrono::steady_clock::now() + call.timeout;
-    if (inside_) inside_->number_next(call.shared.number);
-    if (leaders_) leaders_->begin(tag_of(call.shared), deadline_);
-    call.run();
-  } catch (const std::exception& cause) {
-    if (failure_.empty()) failure_ = one_line(cause);
-    abort();  // for the peers, which may be in the middle of it
-    throw;
-  }
+void HierarchicalBackend::begin(const BackendCall& call) {
+  deadline_ = std::chrono::steady_clock::now() + call.timeout;
+  if (inside_) inside_->number_next(call.shared.number);
+  if (leaders_) leaders_->begin(tag_of(call.shared), deadline_);
 }
 
 WorkPtr HierarchicalBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   const at::Tensor tensor = only_contiguous(tensors, "broadcast");
   const int root = checked_rank(options.rootRank, "broadcast");
-  BackendCall call = backend_call(OpType::BROADCAST, options, tensors, tensor, timeout_);
+  BackendCall call = backend_call(OpType::BROADCAST, options, tensors, tensor, timeout());
   call.run = [this, bytes = flat_of(tensor).view(at::kByte), root] { broadcast_all(bytes, root); };
   return launch(std::move(call));
 }
@@ -218,7 +188,7 @@ WorkPtr HierarchicalBackend::allreduce(Tensors& tensors, const c10d::AllreduceOp
     return gloo_collective().allreduce(tensors, options);
   const at::Tensor tensor = only_contiguous(tensors, "allreduce");
   const Reduced how = reduced(options.reduceOp, tensor.scalar_type());
-  BackendCall call = backend_call(OpType::ALLREDUCE, options, tensors, tensor, timeout_);
+  BackendCall call = backend_call(OpType::ALLREDUCE, options, tensors, tensor, timeout());
   call.run = [this, flat = flat_of(tensor), how] { reduce_all(flat, how, -1); };
   return launch(std::move(call));
 }
@@ -226,7 +196,7 @@ WorkPtr HierarchicalBackend::allreduce(Tensors& tensors, const c10d::AllreduceOp
 WorkPtr HierarchicalBackend::allreduce_coalesced(Tensors& tensors,
                                                  const c10d::AllreduceCoalescedOptions& options) {
   std::vector<std::pair<at::Tensor, Reduced>> parts;
-  BackendCall call = backend_call(OpType::ALLREDUCE_COALESCED, options, tensors, {}, timeout_);
+  BackendCall call = backend_call(OpType::ALLREDUCE_COALESCED, options, tensors, {}, timeout());
   call.shared.numel = 0;
   for (const at::Tensor& tensor : tensors) {
     check_contiguous(tensor, "allreduce_coalesced");
@@ -244,7 +214,7 @@ WorkPtr HierarchicalBackend::reduce(Tensors& tensors, const c10d::ReduceOptions&
   const at::Tensor tensor = only_contiguous(tensors, "reduce");
   const int root = checked_rank(options.rootRank, "reduce");
   const Reduced how = reduced(options.reduceOp, tensor.scalar_type());
-  BackendCall call = backend_call(OpType::REDUCE, options, tensors, tensor, timeout_);
+  BackendCall call = backend_call(OpType::REDUCE, options, tensors, tensor, timeout());
   call.run = [this, flat = flat_of(tensor), how, root] { reduce_all(flat, how, root); };
   return launch(std::move(call));
 }
@@ -252,7 +222,7 @@ WorkPtr HierarchicalBackend::reduce(Tensors& tensors, const c10d::ReduceOptions&
 WorkPtr HierarchicalBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                              const c10d::AllgatherOptions& options) {
   check_whole(output, input, size_, "_allgather_base");
-  BackendCall call = backend_call(OpType::ALLGATHER, options, {output}, input, timeout_);
+  BackendCall call = backend_call(OpType::ALLGATHER, options, {output}, input, timeout());
   call.run = [this, to = flat_of(output).view(at::kByte), from = flat_of(input).view(at::kByte)] {
     gather_all(to, from);
   };
@@ -265,7 +235,7 @@ WorkPtr HierarchicalBackend::allgather(std::vector<Tensors>& outputs, Tensors& i
   TORCH_CHECK_VALUE(outputs.size() == 1, "hierarchical allgather: expected one list, got ",
                     outputs.size());
   check_same_list(outputs[0], size_, input, "allgather");
-  BackendCall call = backend_call(OpType::ALLGATHER, options, outputs[0], input, timeout_);
+  BackendCall call = backend_call(OpType::ALLGATHER, options, outputs[0], input, timeout());
   call.run = [this, list = outputs[0], input] {
     const at::Tensor all = at::empty({size_, input.numel()}, input.options());
     gather_all(flat_of(all).view(at::kByte), flat_of(input).view(at::kByte));
@@ -288,7 +258,7 @@ WorkPtr HierarchicalBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor
                                                   const c10d::ReduceScatterOptions& options) {
   check_whole(input, output, size_, "_reduce_scatter_base");
   const Reduced how = reduced(options.reduceOp, output.scalar_type());
-  BackendCall call = backend_call(OpType::REDUCE_SCATTER, options, {output}, output, timeout_);
+  BackendCall call = backend_call(OpType::REDUCE_SCATTER, options, {output}, output, timeout());
   call.run = [this, to = flat_of(output), from = flat_of(input), how] {
     scatter_reduced(to, from, how);
   };
@@ -302,7 +272,7 @@ WorkPtr HierarchicalBackend::reduce_scatter(Tensors& outputs, std::vector<Tensor
                     inputs.size());
   check_same_list(inputs[0], size_, output, "reduce_scatter");
   const Reduced how = reduced(options.reduceOp, output.scalar_type());
-  BackendCall call = backend_call(OpType::REDUCE_SCATTER, options, outputs, output, timeout_);
+  BackendCall call = backend_call(OpType::REDUCE_SCATTER, options, outputs, output, timeout());
   call.run = [this, to = flat_of(output), list = inputs[0], how] {
     const at::Tensor all = at::empty({size_, to.numel()}, to.options());
     for (int64_t rank = 0; rank < size_; ++rank)
@@ -323,7 +293,7 @@ WorkPtr HierarchicalBackend::reduce_scatter_tensor_coalesced(
 }
 
 WorkPtr HierarchicalBackend::barrier(const c10d::BarrierOptions& options) {
-  BackendCall call = backend_call(OpType::BARRIER, options, {}, {}, timeout_);
+  BackendCall call = backend_call(OpType::BARRIER, options, {}, {}, timeout());
   call.run = [this, one = at::zeros({1}, at::kByte),
               how = reduced(c10d::ReduceOp(c10d::ReduceOp::MAX), at::kByte)] {
     reduce_all(one, how, -1);
@@ -332,9 +302,7 @@ WorkPtr HierarchicalBackend::barrier(const c10d::BarrierOptions& options) {
 }
 
 c10d::Backend& HierarchicalBackend::gloo_collective() {
-  const std::lock_guard lock(mutex_);
-  ++sequence_;
-  dynamic_cast<NumberedBackend&>(*all_).number_next(number_++);
+  dynamic_cast<NumberedBackend&>(*all_).number_next(take_number());
   return *all_;
 }
 

@@ -1,21 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // c10d::Backend for ranks of several hosts: shared memory inside each, Gloo between them.
 #pragma once
-#include <atomic>
 #include <chrono>
-#include <mutex>
 #include <optional>
-#include <string>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "cohort/comm/backend.h"
-#include "cohort/comm/backends/backend_call.h"
 #include "cohort/comm/backends/hierarchical/host_groups.h"
 #include "cohort/comm/backends/hierarchical/leader_exchange.h"
+#include "cohort/comm/backends/queued_backend.h"
 #include "cohort/comm/backends/shm/shm_backend.h"
-#include "cohort/comm/backends/work_queue.h"
-#include "cohort/comm/numbered_backend.h"
 
 namespace cohort::comm {
 
@@ -27,9 +21,7 @@ namespace cohort::comm {
 /// one piece crosses the network while the next is reduced inside. What gains nothing by that,
 /// all_to_all, gather, scatter, sums of sparse tensors and messages, goes over Gloo among all ranks.
 ///
-/// Operations run one after another in the order of the calls, as ShmBackend's; those over Gloo
-/// among all ranks as Gloo's. A future's callbacks must neither wait for an operation nor drop the
-/// last reference to the group, as there.
+/// Operations run one after another, as QueuedBackend says; those over Gloo among all ranks as Gloo's.
 /// Shapes:   contiguous CPU tensors; lists as c10d's ProcessGroup passes them.
 /// Cost:     sent by a leader, of N bytes on L hosts: all_reduce 2 (L-1)/L N; reduce (L-1)/L N, and
 ///           N/L to the root's leader; both (L-1) N of at most 16 KiB; reduce_scatter N less its own
@@ -47,7 +39,7 @@ namespace cohort::comm {
 ///           every rank.
 /// Threads:  one caller at a time; `abort` any.
 /// Errors:   as ShmBackend, and what Gloo throws. The group is dead after it, on all ranks.
-class HierarchicalBackend : public c10d::Backend, public NumberedBackend {
+class HierarchicalBackend : public QueuedBackend {
  public:
   /// Collective over the request's ranks; blocks, at most its timeout.
   explicit HierarchicalBackend(const BackendRequest& request);
@@ -56,9 +48,6 @@ class HierarchicalBackend : public c10d::Backend, public NumberedBackend {
   const std::string getBackendName() const override { return "hierarchical"; }
   void setTimeout(std::chrono::milliseconds timeout) override;
   void abort() override;
-  void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override;
-  void number_next(uint32_t number) override;
   /// Leaders whose numbers differ only wait for each other, so the group must compare calls itself.
   bool compares_numbers() const override { return false; }
 
@@ -70,7 +59,6 @@ class HierarchicalBackend : public c10d::Backend, public NumberedBackend {
     return inside_->allocateTensor(size, options);
   }
 
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
@@ -109,8 +97,7 @@ class HierarchicalBackend : public c10d::Backend, public NumberedBackend {
     Reduction between;      // what is left to do to the hosts' results
     c10d::ReduceOp inside;  // without the division or multiplication
   };
-  WorkPtr launch(BackendCall call);
-  void run(const BackendCall& call);
+  void begin(const BackendCall& call) override;
   c10d::Backend& gloo_collective();  // among all ranks, for the next collective
 
   const HostGroup& own_group() const { return groups_[static_cast<size_t>(host_)]; }
@@ -123,11 +110,9 @@ class HierarchicalBackend : public c10d::Backend, public NumberedBackend {
   void gather_all(const at::Tensor& output, const at::Tensor& input);
   void scatter_reduced(const at::Tensor& output, const at::Tensor& input, const Reduced& reduced);
 
-  std::chrono::milliseconds left() const;
   void reduce_inside(const at::Tensor& tensor, const c10d::ReduceOp& op);
   void broadcast_inside(const at::Tensor& tensor, int root);
 
-  std::atomic<std::chrono::milliseconds> timeout_;
   const std::vector<HostGroup> groups_;
   const std::vector<HostRun> runs_;
   const int host_;  // index of this rank's group
@@ -137,12 +122,7 @@ class HierarchicalBackend : public c10d::Backend, public NumberedBackend {
   at::Tensor scatter_scratch_;             // so does it; the ranks of the host read it
   std::optional<LeaderExchange> leaders_;  // of leaders
 
-  std::mutex mutex_;
-  uint64_t sequence_ = 0;
-  uint32_t number_ = 0;
   std::chrono::steady_clock::time_point deadline_{};  // of the operation under way
-  std::string failure_;                               // of an earlier one: the group is dead
-  WorkQueue queue_{"cohort-hosts"};
 };
 
 /// Connects the ranks of the request, as BackendPlugin::make.

@@ -8,11 +8,10 @@
 #include <span>
 
 #include "cohort/comm/backends/hierarchical/hierarchical_backend.h"
+#include "cohort/comm/time_left.h"
 
 namespace cohort::comm {
 namespace {
-
-using std::chrono::milliseconds;
 
 // Of a tensor, at a time: long enough that a message costs little more than its bytes, short enough
 // that the network does not wait for the first.
@@ -128,18 +127,13 @@ class LeaderScatter {
 
 }  // namespace
 
-milliseconds HierarchicalBackend::left() const {
-  return std::max(std::chrono::ceil<milliseconds>(deadline_ - std::chrono::steady_clock::now()),
-                  milliseconds(1));
-}
-
 void HierarchicalBackend::reduce_inside(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   if (!inside_) return;
   Tensors tensors{tensor};
   c10d::ReduceOptions options;
   options.reduceOp = op;
   options.rootRank = 0;
-  options.timeout = left();
+  options.timeout = time_left(deadline_);
   options.asyncOp = false;
   inside_->reduce(tensors, options)->wait();
 }
@@ -149,7 +143,7 @@ void HierarchicalBackend::broadcast_inside(const at::Tensor& tensor, int root) {
   Tensors tensors{tensor};
   c10d::BroadcastOptions options;
   options.rootRank = root;
-  options.timeout = left();
+  options.timeout = time_left(deadline_);
   options.asyncOp = false;
   inside_->broadcast(tensors, options)->wait();
 }
@@ -217,7 +211,7 @@ void HierarchicalBackend::gather_all(const at::Tensor& output, const at::Tensor&
   if (inside_) {
     Tensors inputs{input};
     c10d::AllgatherOptions options;
-    options.timeout = left();
+    options.timeout = time_left(deadline_);
     options.asyncOp = false;
     inside_->allgather(own, inputs, options)->wait();
   } else if (own[0][0].const_data_ptr() != input.const_data_ptr()) {
@@ -282,7 +276,7 @@ void HierarchicalBackend::scatter_reduced(const at::Tensor& output, const at::Te
   if (leaders_) parts.push_back(results.view({num_inside, each}).unbind(0));
   c10d::ScatterOptions options;
   options.rootRank = 0;
-  options.timeout = left();
+  options.timeout = time_left(deadline_);
   options.asyncOp = false;
   inside_->scatter(outputs, parts, options)->wait();
 }

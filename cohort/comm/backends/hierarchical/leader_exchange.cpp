@@ -4,6 +4,8 @@
 #include <ATen/ops/from_blob.h>
 #include <algorithm>
 
+#include "cohort/comm/time_left.h"
+
 namespace cohort::comm {
 namespace {
 
@@ -33,9 +35,7 @@ void LeaderExchange::receive(Batch& batch, std::span<std::byte> bytes, int from)
 
 void LeaderExchange::wait(Batch& batch) {
   for (const auto& work : batch) {
-    const auto left =
-        std::chrono::ceil<std::chrono::milliseconds>(deadline_ - std::chrono::steady_clock::now());
-    work->wait(std::max(left, std::chrono::milliseconds(1)));
+    work->wait(time_left(deadline_));
   }
   batch.clear();
 }

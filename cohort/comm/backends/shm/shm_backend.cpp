@@ -21,6 +21,7 @@
 #include "cohort/comm/call_matcher.h"
 #include "cohort/comm/number_hash.h"
 #include "cohort/comm/rendezvous.h"
+#include "cohort/comm/time_left.h"
 
 namespace cohort::comm {
 namespace {
@@ -261,8 +262,7 @@ std::shared_ptr<Arena> make_arena(const std::shared_ptr<const SharedMemory>& mem
 
 ShmBackend::ShmBackend(const BackendRequest& request, std::vector<int> names,
                        std::chrono::steady_clock::time_point deadline)
-    : Backend(request.rank, request.world_size),
-      timeout_(request.timeout),
+    : QueuedBackend(request.rank, request.world_size, request.timeout, "cohort-shm", title_of),
       names_(numbers_of(request, std::move(names))),
       room_each_(room_of_each(request.world_size)),
       peers_(find_peers(request, names_, deadline, room_each_)),
@@ -278,9 +278,8 @@ ShmBackend::ShmBackend(const BackendRequest& request, std::vector<int> names,
   init();
 }
 
-// Nobody waits for what is under way any more, and peers may have gone.
 ShmBackend::~ShmBackend() {
-  if (queue_.is_busy()) exchange_.abort();
+  end_queue();
 }
 
 void ShmBackend::abort() {
@@ -295,28 +294,8 @@ at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
   return arena_->empty(size, options);
 }
 
-ShmBackend::WorkPtr ShmBackend::launch(BackendCall call) {
-  {
-    const std::lock_guard lock(mutex_);
-    ++sequence_;
-    call.shared.number = number_++;
-  }
-  auto work = c10::make_intrusive<QueuedWork>(rank_, call.type, title_of(call.type), call.results,
-                                              [this, call] { run(call); });
-  queue_.launch(work, call.in_background);
-  return work;
-}
-
-void ShmBackend::run(const BackendCall& call) {
-  try {
-    if (!failure_.empty()) C10_THROW_ERROR(DistBackendError, failure_);
-    exchange_.begin(call.shared, std::chrono::steady_clock::now() + call.timeout);
-    call.run();
-  } catch (const std::exception& cause) {
-    if (failure_.empty()) failure_ = one_line(cause);
-    abort();  // for the peers, which may be in the middle of it
-    throw;
-  }
+void ShmBackend::begin(const BackendCall& call) {
+  exchange_.begin(call.shared, std::chrono::steady_clock::now() + call.timeout);
 }
 
 int ShmBackend::checked_rank(int64_t rank, const char* name) const {
@@ -328,7 +307,7 @@ int ShmBackend::checked_rank(int64_t rank, const char* name) const {
 ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   const at::Tensor tensor = only_dense(tensors, "broadcast");
   const auto root = static_cast<size_t>(checked_rank(options.rootRank, "broadcast"));
-  BackendCall call = backend_call(OpType::BROADCAST, options, tensors, tensor, timeout_);
+  BackendCall call = backend_call(OpType::BROADCAST, options, tensors, tensor, timeout());
   call.run = [this, tensor, root] {
     const Message own = static_cast<int>(root) == rank_ ? message_of(tensor) : Message();
     exchange_.show(own, tensor.nbytes(), [&](size_t offset, size_t bytes, const auto& pieces) {
@@ -343,7 +322,7 @@ ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::Allreduc
   if (tensor.is_sparse()) {
     TORCH_CHECK_VALUE(options.reduceOp == c10d::ReduceOp::SUM,
                       "shm allreduce: expected a sum of sparse tensors");
-    BackendCall call = backend_call(OpType::ALLREDUCE, options, tensors, {}, timeout_);
+    BackendCall call = backend_call(OpType::ALLREDUCE, options, tensors, {}, timeout());
     call.shared.dtype = static_cast<int32_t>(tensor.scalar_type());
     call.shared.shape = hash_of_shape(static_cast<uint32_t>(tensor.sparse_dim()), tensor);
     call.run = [this, tensor] { all_reduce_sparse(tensor); };
@@ -351,7 +330,7 @@ ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::Allreduc
   }
   check_dense(tensor, "allreduce");
   const Reduction reduction = reduction_of(options.reduceOp, tensor.scalar_type(), size_);
-  BackendCall call = backend_call(OpType::ALLREDUCE, options, tensors, tensor, timeout_);
+  BackendCall call = backend_call(OpType::ALLREDUCE, options, tensors, tensor, timeout());
   call.run = [this, tensor, reduction] {
     exchange_.all_reduce(reduction, data_of(tensor), tensor.numel(), tensor.element_size());
   };
@@ -361,7 +340,7 @@ ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::Allreduc
 ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(
     Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   std::vector<Reduction> reductions;
-  BackendCall call = backend_call(OpType::ALLREDUCE_COALESCED, options, tensors, {}, timeout_);
+  BackendCall call = backend_call(OpType::ALLREDUCE_COALESCED, options, tensors, {}, timeout());
   call.shared.numel = 0;
   for (const auto& tensor : tensors) {
     check_dense(tensor, "allreduce_coalesced");
@@ -381,7 +360,7 @@ ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
   const at::Tensor tensor = only_dense(tensors, "reduce");
   const bool is_root = checked_rank(options.rootRank, "reduce") == rank_;
   const Reduction reduction = reduction_of(options.reduceOp, tensor.scalar_type(), size_);
-  BackendCall call = backend_call(OpType::REDUCE, options, tensors, tensor, timeout_);
+  BackendCall call = backend_call(OpType::REDUCE, options, tensors, tensor, timeout());
   call.run = [this, tensor, is_root, reduction] {
     const Message own = message_of(tensor);
     exchange_.show(own, own.size(), [&](size_t offset, size_t bytes, const auto& pieces) {
@@ -418,7 +397,7 @@ ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors
   TORCH_CHECK_VALUE(outputs.size() == 1, "shm allgather: expected one list of outputs, got ",
                     outputs.size());
   check_alike(outputs[0], size_, input, "allgather");
-  BackendCall call = backend_call(OpType::ALLGATHER, options, outputs[0], input, timeout_);
+  BackendCall call = backend_call(OpType::ALLGATHER, options, outputs[0], input, timeout());
   call.run = [this, list = outputs[0], input] { gather_into(list, input); };
   return launch(std::move(call));
 }
@@ -448,7 +427,7 @@ ShmBackend::WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& i
                     "shm gather: expected a list of outputs on the root alone");
   if (is_root) check_alike(outputs[0], size_, input, "gather");
   BackendCall call =
-      backend_call(OpType::GATHER, options, is_root ? outputs[0] : Tensors(), input, timeout_);
+      backend_call(OpType::GATHER, options, is_root ? outputs[0] : Tensors(), input, timeout());
   call.run = [this, list = call.results, input] { gather_into(list, input); };
   return launch(std::move(call));
 }
@@ -461,7 +440,7 @@ ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& 
   TORCH_CHECK_VALUE(inputs.size() == (is_root ? 1U : 0U),
                     "shm scatter: expected a list of inputs on the root alone");
   if (is_root) check_alike(inputs[0], size_, output, "scatter");
-  BackendCall call = backend_call(OpType::SCATTER, options, outputs, output, timeout_);
+  BackendCall call = backend_call(OpType::SCATTER, options, outputs, output, timeout());
   call.run = [this, output, root, list = is_root ? inputs[0] : Tensors()] {
     std::vector<Message> messages;
     for (const at::Tensor& part : list) messages.push_back(message_of(part));
@@ -496,7 +475,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, std::vector<Ten
                     inputs.size());
   check_alike(inputs[0], size_, output, "reduce_scatter");
   const Reduction reduction = reduction_of(options.reduceOp, output.scalar_type(), size_);
-  BackendCall call = backend_call(OpType::REDUCE_SCATTER, options, outputs, output, timeout_);
+  BackendCall call = backend_call(OpType::REDUCE_SCATTER, options, outputs, output, timeout());
   call.run = [this, output, list = inputs[0], reduction] { scatter_sums(output, list, reduction); };
   return launch(std::move(call));
 }
@@ -562,7 +541,7 @@ ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs,
   for (const Tensors* list : {&outputs, &inputs}) {
     for (const at::Tensor& tensor : *list) check_dense(tensor, "alltoall");
   }
-  BackendCall call = backend_call(OpType::ALLTOALL, options, outputs, {}, timeout_);
+  BackendCall call = backend_call(OpType::ALLTOALL, options, outputs, {}, timeout());
   call.shared.dtype = static_cast<int32_t>(outputs[0].scalar_type());
   call.run = [this, to = outputs, from = inputs] { exchange(to, from); };
   return launch(std::move(call));
@@ -613,7 +592,7 @@ ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int destination, int tag)
   const at::Tensor tensor = only_dense(tensors, "send");
   const int to = checked_rank(destination, "send");
   TORCH_CHECK_VALUE(to != rank_, "shm send: expected another rank, got this one");
-  auto work = c10::make_intrusive<ShmMessage>(rank_, OpType::SEND, tensors, timeout_,
+  auto work = c10::make_intrusive<ShmMessage>(rank_, OpType::SEND, tensors, timeout(),
                                               "a message to rank " + std::to_string(to));
   mailbox_.send(message_of(tensor), to, tag,
                 [work, tensor](int, std::exception_ptr error) { work->end(std::move(error)); });
@@ -625,7 +604,7 @@ ShmBackend::WorkPtr ShmBackend::receive(OpType type, const at::Tensor& tensor, i
   const std::string what =
       "a message from " +
       (from == Mailbox::kAnyRank ? std::string("any rank") : "rank " + std::to_string(from));
-  auto work = c10::make_intrusive<ShmMessage>(rank_, type, Tensors{tensor}, timeout_, what);
+  auto work = c10::make_intrusive<ShmMessage>(rank_, type, Tensors{tensor}, timeout(), what);
   const c10::weak_intrusive_ptr<ShmMessage> weak(work);
   mailbox_.receive(
       std::span(data_of(tensor), tensor.nbytes()), from, tag, [weak] { return !weak.expired(); },
@@ -648,7 +627,7 @@ ShmBackend::WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
 }
 
 ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  BackendCall call = backend_call(OpType::BARRIER, options, {}, {}, timeout_);
+  BackendCall call = backend_call(OpType::BARRIER, options, {}, {}, timeout());
   call.run = [this] { exchange_.barrier(); };
   return launch(std::move(call));
 }

@@ -1,32 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // c10d::Backend over memory that the ranks of one host share.
 #pragma once
-#include <atomic>
 #include <chrono>
-#include <mutex>
 #include <string>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
 
 #include "cohort/comm/backend.h"
-#include "cohort/comm/backends/backend_call.h"
+#include "cohort/comm/backends/queued_backend.h"
 #include "cohort/comm/backends/shm/arena.h"
 #include "cohort/comm/backends/shm/mailbox.h"
 #include "cohort/comm/backends/shm/shared_exchange.h"
 #include "cohort/comm/backends/shm/shared_memory.h"
-#include "cohort/comm/backends/work_queue.h"
-#include "cohort/comm/numbered_backend.h"
 
 namespace cohort::comm {
 
 /// The ranks of one group, all on one host.
 ///
-/// Operations run one after another in the order of the calls: on a thread of the backend, or,
-/// where the caller does not want to do anything else meanwhile (asyncOp is false) and none is
-/// under way, on the caller's. A future's callbacks run on that thread too: they may start
-/// operations, in the same order on all ranks, and must neither wait for one nor drop the last
-/// reference to the group. Messages between two ranks have a thread of their own.
+/// Collectives run one after another, as QueuedBackend says. Messages between two ranks have a thread
+/// of their own.
 /// Shapes:   contiguous CPU tensors; lists as c10d's ProcessGroup passes them; all_reduce also
 ///           sparse ones.
 /// Memory:   tensors of `allocateTensor` lie in memory that all ranks see. all_reduce, reduce,
@@ -39,7 +31,7 @@ namespace cohort::comm {
 /// Errors:   c10::ValueError: bad tensors or an unsupported dtype, before anything moves.
 ///           c10::DistBackendError (thrown by `wait`): a rank has ended, left, or calls something
 ///           else; the time is up; `abort`. The group is dead after it, on all ranks.
-class ShmBackend : public c10d::Backend, public NumberedBackend {
+class ShmBackend : public QueuedBackend {
  public:
   /// Collective over the request's ranks; blocks, at most its timeout. `names`: what errors of
   /// collectives call the ranks; empty: by their numbers.
@@ -48,17 +40,7 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
   ~ShmBackend() override;
 
   const std::string getBackendName() const override { return "shm"; }
-  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
   void abort() override;
-  void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override {
-    const std::lock_guard lock(mutex_);
-    return sequence_;
-  }
-  void number_next(uint32_t number) override {
-    const std::lock_guard lock(mutex_);
-    number_ = number;
-  }
   bool compares_numbers() const override { return true; }
 
   /// False where this rank is alone, or the system limits the size of files or the addresses of one
@@ -68,7 +50,6 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
   /// Threads: any.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
@@ -106,9 +87,8 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
  private:
   ShmBackend(const BackendRequest& request, std::vector<int> names,
              std::chrono::steady_clock::time_point deadline);
-  WorkPtr launch(BackendCall call);
+  void begin(const BackendCall& call) override;
   WorkPtr receive(c10d::OpType type, const at::Tensor& tensor, int from, int tag);
-  void run(const BackendCall& call);
   void gather_into(const Tensors& list, const at::Tensor& input);
   void exchange(const Tensors& outputs, const Tensors& inputs);
   bool writes_to_sent(const Tensors& outputs, const Tensors& inputs) const;
@@ -116,7 +96,6 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
   void scatter_sums(const at::Tensor& output, const Tensors& inputs, const Reduction& reduction);
   int checked_rank(int64_t rank, const char* name) const;
 
-  std::atomic<std::chrono::milliseconds> timeout_;
   const std::vector<int> names_;    // by rank
   size_t room_each_;                // bytes of addresses for the tensors of a rank, on all alike
   std::vector<PeerProcess> peers_;  // by rank
@@ -124,12 +103,6 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
   const std::shared_ptr<Arena> arena_;  // may be none
   SharedExchange exchange_;
   Mailbox mailbox_;
-
-  std::mutex mutex_;
-  uint64_t sequence_ = 0;
-  uint32_t number_ = 0;
-  std::string failure_;  // of an earlier operation: the group is dead
-  WorkQueue queue_{"cohort-shm"};
 };
 
 /// Connects the ranks of the request, as BackendPlugin::make.

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cohort/comm/backends/queued_backend.h"
+
+#include <c10/util/Exception.h>
+#include <exception>
+#include <utility>
+
+#include "cohort/base/error.h"
+
+namespace cohort::comm {
+
+QueuedBackend::QueuedBackend(int rank, int world_size, std::chrono::milliseconds timeout,
+                             std::string thread_name, TitleOf title_of)
+    : Backend(rank, world_size), title_of_(title_of), timeout_(timeout) {
+  queue_.emplace(std::move(thread_name));
+}
+
+uint64_t QueuedBackend::getSequenceNumberForGroup() {
+  const std::lock_guard lock(mutex_);
+  return sequence_;
+}
+
+void QueuedBackend::number_next(uint32_t number) {
+  const std::lock_guard lock(mutex_);
+  number_ = number;
+}
+
+uint32_t QueuedBackend::take_number() {
+  const std::lock_guard lock(mutex_);
+  ++sequence_;
+  return number_++;
+}
+
+QueuedBackend::WorkPtr QueuedBackend::launch(BackendCall call) {
+  call.shared.number = take_number();
+  auto work = c10::make_intrusive<QueuedWork>(rank_, call.type, title_of_(call.type), call.results,
+                                              [this, call] { run(call); });
+  queue_->launch(work, call.in_background);
+  return work;
+}
+
+void QueuedBackend::run(const BackendCall& call) {
+  try {
+    if (!failure_.empty()) C10_THROW_ERROR(DistBackendError, failure_);
+    begin(call);
+    call.run();
+  } catch (const std::exception& cause) {
+    if (failure_.empty()) failure_ = one_line(cause);
+    abort();  // for the peers, which may be in the middle of it
+    throw;
+  }
+}
+
+void QueuedBackend::end_queue() {
+  if (queue_->is_busy()) abort();
+  queue_.reset();
+}
+
+}  // namespace cohort::comm
