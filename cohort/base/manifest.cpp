@@ -6,6 +6,7 @@
 #include <fstream>
 #include <iterator>
 #include <nlohmann/json.hpp>
+#include <system_error>
 
 #include "cohort/base/checksum.h"
 #include "cohort/base/error.h"
@@ -156,8 +157,11 @@ std::string to_string(const std::vector<int64_t>& shape) {
 Manifest Manifest::read(const std::string& folder) {
   if (folder.empty()) throw ConfigError("expected a checkpoint's folder, got an empty name");
   const std::string path = folder + "/manifest.json";
-  std::ifstream file(path);
-  if (!file || fs::is_directory(path)) throw ConfigError(path + ": no checkpoint here");
+  std::error_code ignored;
+  const bool is_file = fs::is_regular_file(path, ignored);  // A device or a pipe may never end.
+  std::ifstream file;
+  if (is_file) file.open(path);
+  if (!file.is_open()) throw ConfigError(path + ": no checkpoint here");
   Manifest manifest = parse({std::istreambuf_iterator<char>(file), {}}, path);
   manifest.check_coverage(path);
   return manifest;

@@ -24,6 +24,11 @@ constexpr size_t kNameDigits = 8;  // of the SHA-256
 // Key and stem of a share's file: "weights.0-of-2", "weights-500.0-of-2".
 struct Names {
   Names(const std::string& part, const ShareInfo& info) {
+    // In another folder no manifest finds the file, and a manifest may be anybody's.
+    if (part.empty() || part.find('/') != part.npos) {
+      throw ConfigError("checkpoint: expected a part's name without a slash, got " +
+                        (part.empty() ? "an empty one" : part));
+    }
     const std::string share = info.world_size == 1 ? ""
                                                    : "." + std::to_string(info.rank) + "-of-" +
                                                          std::to_string(info.world_size);
@@ -99,9 +104,10 @@ std::vector<std::string> others_than(const Manifest& manifest,
     const std::string name = entry.path().filename().string();
     const bool left_over = name.find(std::string(kEnding) + ".tmp-") != std::string::npos ||
                            name.starts_with("manifest.json.tmp-");
-    const bool is_ours = listed.contains(name) || std::ranges::any_of(parts, [&](const auto& part) {
-                           return is_of_part(name, part);
-                         });
+    // Anybody can write a manifest: one that lists other files does not make them ours.
+    const bool is_ours =
+        (listed.contains(name) && name.ends_with(kEnding)) ||
+        std::ranges::any_of(parts, [&](const auto& part) { return is_of_part(name, part); });
     if (left_over || (is_ours && !names.contains(name))) others.push_back(name);
   }
   return others;
@@ -326,7 +332,8 @@ const TensorFile& StoredCheckpoint::file(const std::string& key) {
                                             : ": is missing, but manifest.json names it"));
   }
   const auto size = fs::file_size(path, error);
-  if (!error && expected.bytes && size != *expected.bytes) {
+  if (error) throw ConfigError(path + ": expected a file: " + error.message());  // A device, say.
+  if (expected.bytes && size != *expected.bytes) {
     throw ConfigError(path + ": expected " + std::to_string(*expected.bytes) +
                       " bytes by manifest.json, found " + std::to_string(size));
   }

@@ -41,8 +41,8 @@ struct ShareInfo {
 /// it. Several shards may be of one tensor; no shards, no file. The checkpoint in the folder stays.
 ///
 /// Returns: what the manifest must say of it.
-/// Errors:  ConfigError: shards overlap, do not fit their bytes or shapes, or the folder is not
-///          writable. c10::Error if writing fails.
+/// Errors:  ConfigError: shards overlap, do not fit their bytes or shapes, `part` is empty or has a
+///          slash, or the folder is not writable. c10::Error if writing fails.
 Manifest write_share(const std::string& folder, const std::string& part,
                      const std::vector<StoredShard>& shards, const ShareInfo& info);
 

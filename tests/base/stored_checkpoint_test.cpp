@@ -215,6 +215,55 @@ TEST(StoredCheckpointTest, AShareMissingFromACommitLeavesTheCheckpointBefore) {
   EXPECT_EQ(read(checkpoint, "a", {0, 24}), numbers(0));
 }
 
+// A manifest that anybody wrote.
+TEST(StoredCheckpointTest, AManifestGivesNoPowerOverOtherFiles) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "last";
+  const std::string kept = path + "/train.py";
+  Saving(1, 1, 0).save(path);
+  write_file(kept, "the user's");
+  Manifest hostile = Manifest::read(path);
+  hostile.files["c"] = {"train.py", "00", 10U};
+  hostile.files["d"] = {"manifest.json", "00", 10U};
+  write_file(path + "/manifest.json", hostile.to_json());
+  Saving(2, 1, 0).save(path);
+  EXPECT_TRUE(fs::exists(kept));
+  EXPECT_EQ(Manifest::read(path).update, 2);
+  EXPECT_FALSE(fs::exists(path + "/a-1.safetensors"));
+
+  Manifest outside = Manifest::read(path);
+  outside.parts["../a"] = outside.parts["a"];
+  outside.parts.erase("a");
+  write_file(path + "/manifest.json", outside.to_json());
+  StoredCheckpoint checkpoint(path);
+  EXPECT_EQ(test::message_of<ConfigError>(
+                [&] { consolidate_checkpoint(checkpoint, {"../a"}, folder / "to/plain"); }),
+            "checkpoint: expected a part's name without a slash, got ../a");
+  EXPECT_FALSE(fs::exists(folder / "to/a-2.safetensors"));
+}
+
+TEST(StoredCheckpointTest, ADeviceIsNoFile) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "last";
+  Saving(1, 1, 0).save(path);
+  fs::remove(path + "/a-1.safetensors");
+  fs::create_symlink("/dev/zero", path + "/a-1.safetensors");
+  const std::string text = test::message_of<ConfigError>([&] { StoredCheckpoint(path).file("a"); });
+  EXPECT_TRUE(text.starts_with(path + "/a-1.safetensors: expected a file: ")) << text;
+  fs::remove(path + "/manifest.json");
+  fs::create_symlink("/dev/zero", path + "/manifest.json");
+  EXPECT_EQ(test::message_of<ConfigError>([&] { Manifest::read(path); }),
+            path + "/manifest.json: no checkpoint here");
+}
+
+TEST(StoredCheckpointTest, APartIsNoFolder) {
+  const TemporaryFolder folder;
+  for (const char* part : {"", "a/b"}) {
+    EXPECT_THROW(write_share(folder.path().string(), part, {}, {1, 0, 1}), ConfigError) << part;
+  }
+  EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
 TEST(StoredCheckpointTest, ShardsThatOverlapOrDoNotFitAreRefused) {
   const TemporaryFolder folder;
   const auto values = numbers(0);
