@@ -37,11 +37,6 @@ std::string place_of(const StoredCheckpoint& checkpoint, const StoredTensor& ten
                                    : checkpoint.path();
 }
 
-bool is_floating(DType dtype) {
-  return dtype == DType::kF64 || dtype == DType::kF32 || dtype == DType::kF16 ||
-         dtype == DType::kBF16;
-}
-
 // A shard, and where its elements lie in mapped files.
 struct Filling {
   TensorShard shard;

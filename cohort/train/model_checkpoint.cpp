@@ -61,6 +61,19 @@ train::ShardedParts parts_to_save(const ModelState& model, const OptimizerState&
   return parts;
 }
 
+// Names, types and shapes of what this rank loads. Each shard stands for itself with one element at
+// most, of no memory: along "tp" a shard of the model may be many of the whole model.
+train::ShardedParts parts_to_load(const ModelState& model) {
+  std::vector<train::TensorShard> shards;
+  for (const train::TensorShard& shard : model.to_load) {
+    const int64_t count = std::min<int64_t>(shard.end - shard.begin, 1);
+    const auto type = at::device(at::kMeta).dtype(shard.tensor.scalar_type());
+    shards.push_back(
+        {shard.name, shard.shape, shard.begin, shard.begin + count, at::empty({count}, type)});
+  }
+  return {{kWeights, full_shards(model, shards, parallel::Replicated::kEverywhere)}};
+}
+
 }  // namespace
 
 void SaveHandle::wait(CallSite site) {
@@ -79,6 +92,7 @@ void save_state(const ModelState& model, const OptimizerState& optimizer, const 
   train::ShardedCheckpointWriter writer(model.ranks.all);
   writer.begin_without_copy(folder, parts_to_save(model, optimizer), step_of(optimizer, options),
                             options.metadata);
+  writer.require_loadable([&] { return parts_to_load(model); });
   writer.commit(site);
 }
 
@@ -87,6 +101,7 @@ SaveHandle async_save_state(const ModelState& model, const OptimizerState& optim
   auto writer = std::make_unique<train::ShardedCheckpointWriter>(model.ranks.all);
   writer->begin(folder, parts_to_save(model, optimizer), step_of(optimizer, options),
                 options.metadata);
+  writer->require_loadable([&] { return parts_to_load(model); });
   return SaveHandle(std::move(writer));
 }
 

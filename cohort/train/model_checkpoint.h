@@ -180,6 +180,9 @@ IncompatibleKeys load_state(const ModelState& model, const OptimizerState& optim
 /// there is a counter for each parameter, "<parameter>.step". Learning rates and other options of
 /// an optimizer are not in it.
 ///
+/// What ranks need not hold alike (`ignored`, buffers) is saved as the first one has it. A shape
+/// that differs is an error, for that rank could not load it.
+///
 /// Collective over the model's ranks; blocks.
 /// Errors: c10::ValueError for another optimizer, or one that updates other tensors than the
 ///         model's; else as ShardedCheckpointWriter::commit.

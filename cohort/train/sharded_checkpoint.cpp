@@ -110,6 +110,45 @@ void wait_for_devices(const ShardedParts& parts) {
   }
 }
 
+// Names, types and shapes alone.
+Manifest without_elements(const ShardedParts& parts) {
+  Manifest manifest;
+  for (const auto& [part, shards] : parts) {
+    auto& tensors = manifest.parts[part];
+    for (const TensorShard& shard : shards)
+      tensors.try_emplace(shard.name, StoredTensor{dtype_of(shard.tensor), shard.shape, {}});
+  }
+  return manifest;
+}
+
+bool can_fill(const StoredTensor& saved, const StoredTensor& wanted) {
+  return saved.shape == wanted.shape &&
+         (saved.dtype == wanted.dtype || (is_floating(saved.dtype) && is_floating(wanted.dtype)));
+}
+
+std::string form_of(const StoredTensor& tensor) {
+  return std::string(to_string(tensor.dtype)) + " " + to_string(tensor.shape);
+}
+
+void check_loadable(const Manifest& saved, const Manifest& wanted, const std::string& folder,
+                    size_t rank) {
+  for (const auto& [part, tensors] : wanted.parts) {
+    const auto there = saved.parts.find(part);
+    if (there == saved.parts.end()) continue;
+    for (const auto& [name, tensor] : tensors) {
+      const auto found = there->second.find(name);
+      if (found == there->second.end() || can_fill(found->second, tensor)) continue;
+      const auto& ranges = found->second.ranges;
+      throw ConfigError(folder + ": ranks do not agree on " + name + " of " + part + ": " +
+                        form_of(found->second) +
+                        (ranges.empty() ? " as saved" : " in " + ranges.begin()->first) + ", " +
+                        form_of(tensor) + " on rank " + std::to_string(rank) +
+                        ", which could not load it: expected one shape and type on all ranks, or a "
+                        "tensor that is not registered in the module, saved apart");
+    }
+  }
+}
+
 // The last save that has begun into each folder: the commit of one removes another's files. By
 // rank, for several may be threads of one process.
 class LatestSaves {
@@ -165,6 +204,14 @@ void ShardedCheckpointWriter::begin_without_copy(const std::string& folder,
   start(folder, parts, update, metadata);
 }
 
+void ShardedCheckpointWriter::require_loadable(const std::function<ShardedParts()>& loaded) {
+  try {
+    wanted_ = without_elements(loaded()).to_json();
+  } catch (const std::exception&) {
+    wanted_error_ = std::current_exception();
+  }
+}
+
 void ShardedCheckpointWriter::check_idle() const {
   TORCH_CHECK_VALUE(!pending_, "checkpoint: expected commit of the save before, into ", folder_);
 }
@@ -175,6 +222,8 @@ void ShardedCheckpointWriter::start(const std::string& folder, const ShardedPart
   folder_ = folder;
   metadata_ = metadata;
   share_.reset();
+  wanted_.clear();
+  wanted_error_ = nullptr;
   pending_ = true;
   const ShareInfo info{update, group_.rank(), group_.size()};
   task_.start([this, folder, info, parts] {
@@ -188,12 +237,15 @@ void ShardedCheckpointWriter::commit(CallSite site) {
   const bool was_pending = std::exchange(pending_, false);
   const bool is_latest = was_pending && latest_saves().end(folder_, group_.rank(), number_);
   Json report;
+  // Of a save that is lost, too: the next one takes its memory, and must not meet its error.
+  const Json written = errors_of([&] { task_.wait(); });
   const Json error = errors_of([&] {
     TORCH_CHECK_VALUE(was_pending, "checkpoint: expected begin before commit");
     TORCH_CHECK_VALUE(is_latest, "checkpoint: another save into ", folder_,
                       " has begun: expected wait() for this one before; it is lost");
-    task_.wait();
-    report = {{"share", share_.value().to_json()}, {"folder", folder_}};
+    throw_if_error(written);
+    if (wanted_error_) std::rethrow_exception(wanted_error_);
+    report = {{"share", share_.value().to_json()}, {"folder", folder_}, {"wanted", wanted_}};
   });
   std::vector<std::string> outdated;
   try {
@@ -227,6 +279,12 @@ std::vector<std::string> ShardedCheckpointWriter::commit_shares(const std::strin
                         *manifest.update, " to ", folder_, ", rank ", rank, " update ",
                         *share.update, " to ", folder.get<std::string>());
       manifest.add(share, folder_);
+    }
+    for (size_t rank = 0; rank < reports.size(); ++rank) {
+      const auto wanted = reports[rank]["wanted"].get<std::string>();
+      if (wanted.empty()) continue;
+      check_loadable(manifest, Manifest::parse(wanted, folder_ + ": rank " + std::to_string(rank)),
+                     folder_, rank);
     }
     manifest.metadata = metadata_;
     const auto deadline = std::chrono::steady_clock::now() + visible_timeout_;

@@ -2,6 +2,7 @@
 // Checkpoints that all ranks write together, each its own shards, and read together.
 #pragma once
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <optional>
 #include <string>
@@ -56,6 +57,11 @@ class ShardedCheckpointWriter {
   void begin_without_copy(const std::string& folder, const ShardedParts& parts, int64_t update,
                           const Metadata& metadata);
 
+  /// Of the save that has begun: what this rank will load of it, which another may write. A tensor
+  /// that the save has in another shape, or in a type that no load converts, makes commit refuse
+  /// it. `loaded` is called at once; what it throws, commit throws on every rank. Local.
+  void require_loadable(const std::function<ShardedParts()>& loaded);
+
   /// Whether a save has begun and is not committed.
   bool pending() const { return pending_; }
   /// Whether this rank has nothing to write or remove any more: commit waits for those that have.
@@ -68,7 +74,8 @@ class ShardedCheckpointWriter {
   /// manifest. The files of the checkpoint before it removes in the background. Collective; blocks.
   /// Cost:   two small messages a rank.
   /// Errors: the same on every rank: ConfigError or c10::Error that names the rank which could not
-  ///         write and why, or the elements that are in no rank's shards or in two's;
+  ///         write and why, the elements that are in no rank's shards or in two's, or the tensor
+  ///         that a rank could not load (require_loadable);
   ///         c10::ValueError if a later save by another writer into the folder has begun. The
   ///         checkpoint before stays, what was written goes, and the next save may begin.
   void commit(CallSite site = CallSite::here());
@@ -89,7 +96,9 @@ class ShardedCheckpointWriter {
   int64_t number_ = 0;  // Among the saves of this process.
   std::string folder_;
   Metadata metadata_;
-  std::optional<Manifest> share_;  // What this rank has written, once done.
+  std::optional<Manifest> share_;    // What this rank has written, once done.
+  std::string wanted_;               // Manifest of what it loads, without files; empty: nothing.
+  std::exception_ptr wanted_error_;  // Instead of that.
   Snapshot snapshot_;
   BackgroundTask task_{"checkpoint"};  // Last: it reads the snapshot and writes the share.
 };

@@ -34,6 +34,11 @@ at::ScalarType scalar_type(DType dtype) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
+bool is_floating(DType dtype) {
+  return dtype == DType::kF64 || dtype == DType::kF32 || dtype == DType::kF16 ||
+         dtype == DType::kBF16;
+}
+
 void check_shard(const TensorShard& shard) {
   const auto count = num_elements(shard.shape);
   TORCH_CHECK_VALUE(count && 0 <= shard.begin && shard.begin <= shard.end && shard.end <= *count &&

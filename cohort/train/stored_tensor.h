@@ -12,6 +12,8 @@ namespace cohort::train {
 /// Errors: c10::ValueError for a type that files do not have.
 DType dtype_of(const at::Tensor& tensor);
 at::ScalarType scalar_type(DType dtype);
+/// Whether a load converts it into others of these.
+bool is_floating(DType dtype);
 
 /// Errors: c10::ValueError if the elements are not within the shape, or the tensor has others.
 void check_shard(const TensorShard& shard);

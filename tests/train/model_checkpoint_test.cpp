@@ -337,6 +337,93 @@ TEST(ModelCheckpointTest, SharedAndEmptyParametersPassBetweenWrappers) {
   test::ranks(3, body);
 }
 
+// docs/checkpoints.md, "What each rank writes".
+TEST(ModelCheckpointTest, UnderDdpRank0WritesAloneAndWholeElseEachRankItsShards) {
+  using Zero = parallel::ZeroRedundancyOptimizer<torch::optim::AdamW>;
+  const test::SharedFolder folder;
+  test::ranks(2, [&](const comm::ProcessGroup& group) {
+    const auto files = [&](const std::string& path) {
+      std::set<std::string> keys;
+      for (const auto& [key, file] : Manifest::read(path).files) keys.insert(key);
+      return keys;
+    };
+    using Keys = std::set<std::string>;
+    for (const std::string& wrapper : kWrappers) {
+      with_model(wrapper, Net(), group, [&](auto& model) {
+        const auto adam = make_optimizer("adam", trained(state_of(model).trained));
+        step(model, *adam);
+        save(model, *adam, folder / wrapper);
+      });
+      const Keys first{"optimizer.0-of-2", "weights.0-of-2"};
+      const Keys all{"optimizer.0-of-2", "optimizer.1-of-2", "weights.0-of-2", "weights.1-of-2"};
+      EXPECT_EQ(files(folder / wrapper), wrapper == "ddp" ? first : all) << wrapper;
+    }
+    const std::string name = Manifest::read(folder / "ddp").files.at("weights.0-of-2").name;
+    EXPECT_TRUE(name.starts_with("weights-0.0-of-2.")) << name;
+    const SafetensorsFile stored(folder / "ddp" + "/" + name);
+    EXPECT_EQ(stored.at("body.weight").shape, (std::vector<int64_t>{7, 5})) << "whole";
+
+    Net net;
+    parallel::DistributedDataParallel<Net> model(net, group);
+    Zero zero(optim::named_parameters(*net), group, [](const auto& shards) {
+      std::vector<at::Tensor> parameters;
+      for (const auto& shard : shards) parameters.push_back(shard.tensor);
+      return torch::optim::AdamW(parameters, torch::optim::AdamWOptions(0.01));
+    });
+    loss_of(model(batch())).backward();
+    zero.step();
+    save(model, zero, folder / "zero");
+    EXPECT_EQ(files(folder / "zero"),
+              (Keys{"optimizer.0-of-2", "optimizer.1-of-2", "weights.0-of-2"}));
+  });
+}
+
+// What is ignored is each rank's own.
+struct UnevenImpl : torch::nn::Module {
+  explicit UnevenImpl(int64_t size) : own(register_parameter("own", at::ones(size))) {}
+  at::Tensor forward(const at::Tensor& x) { return body(x) * own.sum(); }
+  torch::nn::Linear body = register_module("body", torch::nn::Linear(5, 7));
+  at::Tensor own;
+};
+TORCH_MODULE(Uneven);
+
+TEST(ModelCheckpointTest, AnIgnoredTensorOfAnotherShapeOnARankIsRefusedAtTheSave) {
+  const test::SharedFolder folder;
+  test::ranks(2, [&](const comm::ProcessGroup& group) {
+    const auto expect_refused = [&](const auto& model, const std::string& path) {
+      const auto expect_text = [&](const std::string& text) {
+        EXPECT_TRUE(text.starts_with(path + ": ranks do not agree on own of weights: F32 [3] in "
+                                            "weights.0-of-2, F32 [4] on rank 1"))
+            << text;
+      };
+      expect_text(test::message_of<ConfigError>([&] { save(model, path, {.step = 2}); }));
+      SaveHandle handle = async_save(model, path, {.step = 3});
+      expect_text(test::message_of<ConfigError>([&] { handle.wait(); }));
+      EXPECT_EQ(train::read_update(path), 1) << "the checkpoint before";
+    };
+    for (const std::string wrapper : {"ddp", "sharded"}) {
+      const std::string path = folder / wrapper;
+      for (const int64_t more : {0, 1}) {
+        const Uneven net(3 + more * group.rank());
+        const auto call = [&](const auto& model) {
+          if (more > 0) return expect_refused(model, path);
+          save(model, path, {.step = 1});
+          load(model, path);
+        };
+        if (wrapper == "ddp") {
+          parallel::DistributedDataParallelOptions options;
+          options.ignored = {"own"};
+          call(parallel::DistributedDataParallel<Uneven>(net, group, options));
+        } else {
+          parallel::ShardingOptions options;
+          options.ignored = {"own"};
+          call(parallel::FullyShardedDataParallel<Uneven>(net, group, options));
+        }
+      }
+    }
+  });
+}
+
 TEST(ModelCheckpointTest, WhatDoesNotFitIsNamedOnEveryRankAndChangesNothing) {
   const test::SharedFolder folder;
   const std::string path = folder / "last";

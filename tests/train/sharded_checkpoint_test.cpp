@@ -348,6 +348,65 @@ TEST(ShardedCheckpointWriterTest, AnErrorOfOneRankIsEveryRanksAndTheCheckpointSt
   });
 }
 
+// Of two writers into one folder the first's save is lost: its commit waits for what it writes, for
+// the next save takes its memory, and keeps its error.
+TEST(ShardedCheckpointWriterTest, ASaveThatIsLostLeavesNothingToTheNextOne) {
+  constexpr int64_t kMiB = 1 << 20;
+  const TemporaryFolder folder;
+  write_file(folder / "file", "no folder");
+  comm::ProcessGroup alone{comm::RankInfo{}};
+  ShardedCheckpointWriter first(alone), second(alone);
+  const ShardedParts large{{"weights", full_shards({{"w", at::ones(16 * kMiB)}})}};
+  const ShardedParts small{{"weights", full_shards({{"w", at::ones(3)}})}};
+  for (const std::string into : {"file/x", "last"}) {
+    first.begin(folder / into, large, 1, {});
+    second.begin(folder / into, small, 2, {});
+    EXPECT_NE(test::message_of<ConfigError>([&] { first.commit(); }).find("another save into"),
+              std::string::npos);
+    EXPECT_TRUE(first.done());
+    if (into == "last") {
+      second.commit();
+    } else {
+      EXPECT_THROW(second.commit(), ConfigError);
+    }
+    first.begin(folder / "other", small, 3, {});
+    EXPECT_EQ(test::message_of<c10::Error>([&] { first.commit(); }), "nothing was thrown");
+  }
+  EXPECT_EQ(read_update(folder / "last"), 2);
+}
+
+TEST(ShardedCheckpointWriterTest, WhatARankCouldNotLoadIsRefusedOnEveryRank) {
+  const test::SharedFolder folder;
+  const std::string path = folder / "last";
+  test::ranks(2, [&](const comm::ProcessGroup& group) {
+    const bool second = group.rank() == 1;
+    ShardedCheckpointWriter writer(group);
+    const ShardedParts mine{
+        {"weights", second ? std::vector<TensorShard>{} : full_shards({{"w", at::ones(3)}})}};
+    const auto save = [&](const at::Tensor& on_second) {
+      writer.begin(path, mine, 1, {});
+      writer.require_loadable([&] {
+        return ShardedParts{{"weights", full_shards({{"w", second ? on_second : at::ones(3)}})}};
+      });
+      return test::message_of<ConfigError>([&] { writer.commit(); });
+    };
+    EXPECT_EQ(save(at::ones(3)), "nothing was thrown");
+    EXPECT_EQ(save(at::ones(3, at::kDouble)), "nothing was thrown") << "a load converts it";
+    const std::string prefix = path +
+                               ": ranks do not agree on w of weights: F32 [3] in "
+                               "weights.0-of-2, ";
+    const auto expect = [&](const at::Tensor& on_second, const std::string& beginning) {
+      const std::string text = save(on_second);
+      EXPECT_TRUE(text.starts_with(beginning)) << text;
+    };
+    expect(at::ones({3, 1}), prefix + "F32 [3, 1] on rank 1, which could not load it");
+    expect(at::ones(3, at::kLong), prefix + "I64 [3] on rank 1, which could not load it");
+    expect(at::ones(3, at::kComplexFloat), "rank 1: checkpoint: tensors of type ");
+    EXPECT_EQ(save(at::ones(3)), "nothing was thrown")
+        << "the error of a save is not the next one's";
+  });
+}
+
 TEST(ShardedCheckpointWriterTest, ADamagedFileChangesNoRanksTensors) {
   const test::SharedFolder folder;
   const std::string path = folder / "last";
