@@ -148,6 +148,7 @@ int run(int argc, char** argv) {
   if (bench_decode.parsed()) return bench_decode.run();
 #endif
   const auto group = flags.connect();
+  cohort::cli::check_same_flags(group, comm.parsed() ? comm : ddp);
   if (comm.parsed()) {
     bench_comm.run(group);
     group.close();

@@ -13,6 +13,7 @@
 #include <numeric>
 
 #include "cohort/base/console.h"
+#include "cohort/base/error.h"
 #include "cohort/cli/counted.h"
 #include "cohort/cli/parse.h"
 #include "cohort/comm/shared_tensor.h"
@@ -24,6 +25,8 @@ namespace cohort::apps {
 namespace {
 
 using comm::ProcessGroup;
+
+constexpr const char* kRegistered = "-registered";
 
 struct Result {
   std::string backend;
@@ -98,12 +101,24 @@ void measure(const ProcessGroup& group, const Operation& operation, int64_t roun
   result.cpu_seconds += group.all_reduce(used).item<double>();
 }
 
-void print(const Result& result, double bus_factor, bool json, Console& console) {
+struct Form {
+  bool json = false;
+  int name_width = 14;
+};
+
+void print_head(const std::string& title, const Form& form, Console& console) {
+  if (form.json) return;
+  console.print("# %s\n%-*s %12s %12s %12s %12s %12s %12s %12s\n", title.c_str(), form.name_width,
+                "backend", "bytes", "us", "least", "most", "algbw GB/s", "busbw GB/s",
+                "CPU us, all");
+}
+
+void print(const Result& result, double bus_factor, const Form& form, Console& console) {
   const double seconds = bench::median_of(result.seconds);
   const auto [least, most] = std::ranges::minmax_element(result.seconds);
   const double rate = static_cast<double>(result.bytes) / seconds * 1e-9;
   const double cpu_us = result.cpu_seconds / static_cast<double>(result.seconds.size()) * 1e6;
-  if (json) {
+  if (form.json) {
     const nlohmann::ordered_json line{{"backend", result.backend},
                                       {"bytes", result.bytes},
                                       {"us", seconds * 1e6},
@@ -114,9 +129,9 @@ void print(const Result& result, double bus_factor, bool json, Console& console)
                                       {"cpu_us", cpu_us}};
     return console.print("%s\n", line.dump().c_str());
   }
-  console.print("%-14s %12lld %12.1f %12.1f %12.1f %12.3f %12.3f %12.1f\n", result.backend.c_str(),
-                static_cast<long long>(result.bytes), seconds * 1e6, *least * 1e6, *most * 1e6,
-                rate, rate * bus_factor, cpu_us);
+  console.print("%-*s %12lld %12.1f %12.1f %12.1f %12.3f %12.3f %12.1f\n", form.name_width,
+                result.backend.c_str(), static_cast<long long>(result.bytes), seconds * 1e6,
+                *least * 1e6, *most * 1e6, rate, rate * bus_factor, cpu_us);
 }
 
 }  // namespace
@@ -154,7 +169,24 @@ void BenchComm::add_to(CLI::App& app) {
   app.add_flag("--json", json_, "Print a line of JSON for each backend and size");
 }
 
+std::vector<int64_t> BenchComm::sizes(int num_ranks) const {
+  if (min_bytes_ > max_bytes_) {
+    throw ConfigError("--min-bytes " + std::to_string(min_bytes_) +
+                      ": expected at most --max-bytes " + std::to_string(max_bytes_));
+  }
+  const int64_t least = 4 * int64_t{num_ranks};
+  if (max_bytes_ < least) {
+    throw ConfigError("--max-bytes " + std::to_string(max_bytes_) + ": expected at least " +
+                      std::to_string(least) + ", a float32 number for each of " +
+                      cli::counted(num_ranks, "rank"));
+  }
+  std::vector<int64_t> found{std::max(min_bytes_, least)};
+  while (found.back() <= max_bytes_ / factor_) found.push_back(found.back() * factor_);
+  return found;
+}
+
 void BenchComm::run(const ProcessGroup& group) const {
+  const std::vector<int64_t> all_sizes = sizes(group.size());
   const Operation& operation = operations().at(operation_);
   std::vector<int> ranks(static_cast<size_t>(group.size()));
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -168,19 +200,17 @@ void BenchComm::run(const ProcessGroup& group) const {
     shares.push_back(registered_ && one.all_reduce_sum(comm::shares_tensors(one) ? 1 : 0) > 0);
   const Operation copy{.call = [](auto&, auto& x, auto& y) { at::Tensor(y).copy_(x); },
                        .bus_factor = [](double) { return 1.0; }};
+  Form form{.json = json_};
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const std::string longest = groups[i].backend() + (shares[i] ? kRegistered : "");
+    form.name_width = std::max(form.name_width, static_cast<int>(longest.size()));
+  }
   Console console(group.rank());
-  if (!json_)
-    console.print("# %s of float32, %s\n%-14s %12s %12s %12s %12s %12s %12s %12s\n",
-                  operation_.c_str(), cli::counted(group.size(), "rank").c_str(), "backend",
-                  "bytes", "us", "least", "most", "algbw GB/s", "busbw GB/s", "CPU us, all");
-  std::vector<int64_t> sizes;
-  for (int64_t bytes = std::max(min_bytes_, 4 * int64_t{group.size()}); bytes <= max_bytes_;
-       bytes *= factor_)
-    sizes.push_back(bytes);
+  print_head(operation_ + " of float32, " + cli::counted(group.size(), "rank"), form, console);
   train::Progress progress;
   const bool shows = group.rank() == 0 && train::is_terminal(STDERR_FILENO);
   int64_t done = 0;
-  for (const int64_t bytes : sizes) {
+  for (const int64_t bytes : all_sizes) {
     std::vector<Result> results;
     std::vector<ProcessGroup> by_result;
     for (size_t i = 0; i < groups.size(); ++i) {
@@ -188,7 +218,7 @@ void BenchComm::run(const ProcessGroup& group) const {
       results.push_back({.backend = one.backend(), .bytes = bytes, .seconds = {}});
       by_result.push_back(one);
       if (!shares[i]) continue;
-      results.push_back({.backend = one.backend() + "-registered",
+      results.push_back({.backend = one.backend() + kRegistered,
                          .registered = true,
                          .bytes = bytes,
                          .seconds = {}});
@@ -202,16 +232,16 @@ void BenchComm::run(const ProcessGroup& group) const {
       if (!shows) continue;
       progress.update({.phase = std::to_string(bytes) + " bytes",
                        .step = ++done,
-                       .num_steps = std::ssize(sizes) * rounds_});
+                       .num_steps = std::ssize(all_sizes) * rounds_});
     }
-    if (bytes == sizes.back()) {
+    if (bytes == all_sizes.back()) {
       progress.finish();
     } else {
       progress.clear();
     }
     for (const Result& result : results)
-      print(result, operation.bus_factor(group.size()), json_, console);
-    if (copy_) print(plain, 1, json_, console);
+      print(result, operation.bus_factor(group.size()), form, console);
+    if (copy_) print(plain, 1, form, console);
   }
 }
 

@@ -15,9 +15,13 @@ class BenchComm {
  public:
   void add_to(CLI::App& app);
   /// Measures, on all ranks of `group`, and prints a table on rank 0. Collective; blocks.
+  /// Errors: ConfigError if the limits leave no size that has a number for each rank.
   void run(const comm::ProcessGroup& group) const;
 
  private:
+  // In bytes, from the smallest to the largest: one or more.
+  std::vector<int64_t> sizes(int num_ranks) const;
+
   std::vector<std::string> backends_;  // empty: the group's own
   std::string operation_ = "all_reduce";
   int64_t min_bytes_ = int64_t{1} << 10;

@@ -374,7 +374,7 @@ BenchStep::BenchStep(CLI::App& bench)
   command_
       .add_option("--depth", depth_, "Layers of the encoder, and of the decoder (0: the preset's)")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::Range(int64_t{0}, int64_t{1000}));
   command_.add_option("--vocabulary", vocabulary_, "Pieces on each side")
       ->capture_default_str()
       ->check(CLI::Range(int64_t{5}, int64_t{1} << 24));
@@ -398,6 +398,7 @@ int BenchStep::run() {
   std::optional<nmt::Precision> asked;
   if (precision_ != "auto") asked = nmt::parse_precision(precision_);
   const comm::ProcessGroup group = flags_.connect();
+  cli::check_same_flags(group, command_);
   const auto precision = translate::agreed_precision(asked, group);
   nmt::check_precision(precision, /*on_cpu=*/true);
   nmt::Transformer model(sizes, precision);

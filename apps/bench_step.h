@@ -17,7 +17,7 @@ class BenchStep {
   /// Whether it was asked for.
   bool parsed() const { return command_.parsed(); }
   /// Measures and prints a table, or JSON, on rank 0; returns the exit code. Collective; blocks.
-  /// Errors: ConfigError for sizes and a precision that cannot be.
+  /// Errors: ConfigError for sizes and a precision that cannot be, and if ranks have other flags.
   int run();
 
  private:

@@ -62,10 +62,11 @@ bool is_transposed(const at::Tensor& matrix) {
   return matrix.stride(0) == 1 && matrix.stride(1) != 1;
 }
 
-int64_t bytes_of_inputs(const at::RecordFunction& range) {
+// Of the operator c10d::allreduce_, whose first argument is a list of tensors.
+int64_t reduced_bytes_of(const at::RecordFunction& range) {
   int64_t bytes = 0;
-  for (const c10::IValue& input : range.inputs())
-    if (input.isTensor()) bytes += static_cast<int64_t>(input.toTensor().nbytes());
+  for (const at::Tensor& tensor : range.inputs()[0].toTensorVector())
+    bytes += static_cast<int64_t>(tensor.nbytes());
   return bytes;
 }
 
@@ -185,15 +186,14 @@ std::unique_ptr<at::ObserverContext> StepRecorder::range_begins(const at::Record
 std::unique_ptr<at::ObserverContext> StepRecorder::enter(const at::RecordFunction& range) {
   const std::string_view name = range.name();
   const bool here = std::this_thread::get_id() == thread_;
-  // c10d marks the operations of a backend so.
+  // c10d marks the operations of a backend so. Gloo's begin on its own threads.
   if (range.isAsync()) {
-    if (here && recording_ && name.ends_with(":all_reduce"))
-      step_.reduced_bytes.push_back(bytes_of_inputs(range));
     auto operation = std::make_unique<Operation>();
     operation->begin = Clock::now();
     return operation;
   }
   if (!here || !recording_) return nullptr;
+  if (name == "c10d::allreduce_") step_.reduced_bytes.push_back(reduced_bytes_of(range));
   if (range.scope() == at::RecordScope::USER_SCOPE && (name == "forward" || name == "backward"))
     in_backward_ = name == "backward";
   const Section section = section_of(name, range.scope());

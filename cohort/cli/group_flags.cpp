@@ -3,9 +3,11 @@
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
+#include <utility>
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
+#include "cohort/cli/flag_list.h"
 #include "cohort/cli/milliseconds.h"
 #include "cohort/cli/parse.h"
 #include "cohort/comm/accelerator.h"
@@ -54,6 +56,20 @@ void add_device_flags(CLI::App& app, GroupFlags& flags) {
       ->group(kSection);
 }
 
+// The command, and each of its flags with its value; one program has the same ones on all ranks.
+std::vector<std::pair<std::string, std::string>> named_values(const CLI::App& command) {
+  std::vector<std::pair<std::string, std::string>> values{{"the command", command.get_name()}};
+  for (const FlagInfo& flag : flags_of(command)) {
+    if (flag.names.empty() || flag.option->get_group() == kSection) continue;
+    std::string value;
+    for (const std::string& each :
+         flag.option->count() > 0 ? flag.option->results() : flag.default_values)
+      value += (value.empty() ? "" : " ") + each;
+    values.emplace_back(flag.names.back(), value.empty() ? "no value" : value);
+  }
+  return values;
+}
+
 }  // namespace
 
 // NCCL says so in the first collective, in its own words, and not of which ranks.
@@ -69,6 +85,22 @@ void check_cards_differ(const comm::ProcessGroup& group, const std::string& card
                         hosts[rank].substr(0, hosts[rank].find('/')) + ", with the UUID " +
                         cards[rank] + ", and NCCL takes one rank on each: expected fewer ranks, " +
                         "or --dist-backend gloo, which is slow");
+    }
+  }
+}
+
+void check_same_flags(const comm::ProcessGroup& group, const CLI::App& command) {
+  const auto values = named_values(command);
+  std::string own;  // No argument of a program holds a zero.
+  for (const auto& [name, value] : values) own += value + '\0';
+  const auto all = group.all_gather_object(own);
+  const std::vector<std::string> first = split(all[0], '\0');
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    const std::vector<std::string> other = split(all[rank], '\0');
+    for (size_t i = 0; i < values.size() && i < first.size() && i < other.size(); ++i) {
+      if (first[i] == other[i]) continue;
+      throw ConfigError(values[i].first + ": expected the same on all ranks, got " + first[i] +
+                        " on rank 0 and " + other[i] + " on rank " + std::to_string(rank));
     }
   }
 }

@@ -32,6 +32,43 @@ TEST(BenchCommTest, ARankAloneOnItsHostMeasuresRegisteredTensorsWithTheOthers) {
       << ended.output;
 }
 
+TEST(BenchCommTest, ColumnsAreAlignedWhateverTheBackendsName) {
+  const Ended ended = shell(bin("cohort") + " run --nproc-per-node 2 -- " + bin("cohort-bench") +
+                            " comm --registered --backends hierarchical shm --min-bytes 4096 "
+                            "--max-bytes 4096 --rounds 1 --round-bytes 4096 2>/dev/null");
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  std::istringstream lines(ended.output);
+  std::vector<size_t> lengths;
+  for (std::string line; std::getline(lines, line);)
+    if (!line.starts_with("#")) lengths.push_back(line.size());
+  ASSERT_EQ(lengths.size(), 5U) << ended.output;
+  // All columns but the first are flush right.
+  EXPECT_EQ(lengths, std::vector<size_t>(5, lengths[0])) << ended.output;
+}
+
+TEST(BenchCommTest, LimitsThatLeaveNoSizeAreRefused) {
+  const auto expect_refused = [](const std::string& flags, const std::string& text) {
+    const Ended ended = shell(bin("cohort-bench") + " comm " + flags);
+    EXPECT_EQ(ended.code, 2) << ended.output;
+    EXPECT_EQ(ended.output, "cohort bench: error: " + text + "\n");
+  };
+  expect_refused("--min-bytes 4096 --max-bytes 1024",
+                 "--min-bytes 4096: expected at most --max-bytes 1024");
+  expect_refused("--min-bytes 1 --max-bytes 3",
+                 "--max-bytes 3: expected at least 4, a float32 number for each of 1 rank");
+}
+
+TEST(BenchCommTest, RanksWithOtherFlagsAreRefusedByTheFlagsName) {
+  const Ended ended =
+      shell(bin("cohort") + " run --nproc-per-node 2 -- sh -c 'exec " + bin("cohort-bench") +
+            " comm --max-bytes 4096 --timeout 30 --rounds $((RANK + 1))'");
+  EXPECT_EQ(ended.code, 2) << ended.output;
+  EXPECT_NE(ended.output.find("error: --rounds: expected the same on all ranks, got 1 on rank 0 "
+                              "and 2 on rank 1\n"),
+            std::string::npos)
+      << ended.output;
+}
+
 TEST(BenchCommTest, ATerminalSeesProgressAndAFileNone) {
   const TemporaryFolder folder;
   const std::string file = folder / "lines";

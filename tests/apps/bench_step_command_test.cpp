@@ -15,18 +15,19 @@ using test::shell;
 
 const char* const kSmall =
     " step --preset tiny --depth 2 --vocabulary 2000 --words 200 --steps 2 --rounds 1 "
-    "--precision float32 --json 2>/dev/null";
+    "--precision float32 --json 2>/dev/null ";
 
-json profile(const std::string& program) {
-  const Ended ended = shell(program + kSmall);
+json profile(const std::string& program, const std::string& flags = "") {
+  const Ended ended = shell(program + kSmall + flags);
   EXPECT_EQ(ended.code, 0) << ended.output;
   const json result = json::parse(ended.output, nullptr, /*allow_exceptions=*/false);
   EXPECT_TRUE(result.is_object()) << ended.output;
   return result;
 }
 
-json profile_of_ranks(const std::string& ranks) {
-  return profile(bin("cohort") + " run --nproc-per-node " + ranks + " -- " + bin("cohort-bench"));
+json profile_of_ranks(const std::string& ranks, const std::string& flags = "") {
+  return profile(bin("cohort") + " run --nproc-per-node " + ranks + " -- " + bin("cohort-bench"),
+                 flags);
 }
 
 TEST(BenchStepTest, SectionsAddUpToTheStep) {
@@ -70,6 +71,32 @@ TEST(BenchStepTest, NoMoreCommunicationIsExposedThanThereIs) {
   EXPECT_GT(two["all_reduced_bytes"].get<double>(), 0);
 }
 
+// Gloo's operations begin on threads of its own, those of shm on the training thread or another.
+TEST(BenchStepTest, TheCommunicationAloneIsThatOfTheStepOverEachBackend) {
+  for (const std::string backend : {"shm", "gloo", "hierarchical"}) {
+    const json result = profile_of_ranks("2", "--dist-backend " + backend);
+    const json& communication = result["communication"];
+    // Each gradient, in float32, and a few numbers more.
+    const double gradients = 4 * result["params"].get<double>();
+    EXPECT_GE(communication["all_reduced_bytes"].get<double>(), gradients) << backend;
+    EXPECT_LE(communication["all_reduced_bytes"].get<double>(), gradients * 1.01) << backend;
+    // 7 MB in less than 10 us would be 700 GB/s.
+    EXPECT_GT(communication["bare_ms"].get<double>(), 0.01) << backend;
+  }
+}
+
+TEST(BenchStepTest, RanksWithAnotherVocabularyAreRefusedInOneLine) {
+  const Ended ended =
+      shell(bin("cohort") + " run --nproc-per-node 2 -- sh -c 'exec " + bin("cohort-bench") +
+            " step --preset tiny --depth 1 --timeout 30 --vocabulary $((RANK + 2000))'");
+  EXPECT_EQ(ended.code, 2) << ended.output;
+  EXPECT_NE(ended.output.find("error: --vocabulary: expected the same on all ranks, got 2000 on "
+                              "rank 0 and 2001 on rank 1\n"),
+            std::string::npos)
+      << ended.output;
+  EXPECT_EQ(ended.output.find("raised at"), std::string::npos) << ended.output;
+}
+
 TEST(BenchStepTest, SizesThatCannotBeAreRefusedByName) {
   const Ended preset = shell(bin("cohort-bench") + " step --preset huge");
   EXPECT_EQ(preset.code, 2) << preset.output;
@@ -77,6 +104,10 @@ TEST(BenchStepTest, SizesThatCannotBeAreRefusedByName) {
             std::string::npos)
       << preset.output;
   EXPECT_EQ(shell(bin("cohort-bench") + " step --words 0").code, 2);
+  const Ended depth = shell(bin("cohort-bench") + " step --depth -1");
+  EXPECT_EQ(depth.code, 2) << depth.output;
+  EXPECT_NE(depth.output.find("error: --depth -1: expected 0 to 1000 ("), std::string::npos)
+      << depth.output;
   const Ended precision = shell(bin("cohort-bench") + " step --preset tiny --precision int8");
   EXPECT_EQ(precision.code, 2) << precision.output;
   EXPECT_NE(precision.output.find("--precision"), std::string::npos) << precision.output;
