@@ -89,8 +89,10 @@ int run(TrainFlags& flags) {
   }
   const auto result = translate::train(options, group);
   group.close();
-  print_result(result, options, Console(group.rank()));
-  if (group.rank() == 0 && !options.quiet) print_summary(options, Console(0));
+  if (group.rank() == 0 && !options.quiet) {
+    print_result(result, options, Console(0));
+    print_summary(options, Console(0));
+  }
   return result.was_asked_to ? kExitStopped : kExitOk;
 }
 

@@ -838,6 +838,7 @@ TEST_F(NmtCommandTest, ARunThatWasNeverValidatedSaysSo) {
   std::string flags =
       train_flags("s") + "--after-epochs 1000 --valid-freq 1000e --save-freq 0.0001";
   flags.replace(flags.find("--mini-batch 16"), 15, "--mini-batch 1");
+  flags.erase(flags.find("--quiet "), 8);
   const std::string command = on_ranks(1, flags, "--log-dir " + path("logs"));
   Ended stopped;
   std::thread run([&] { stopped = shell(command); });
@@ -994,7 +995,7 @@ TEST_F(NmtCommandTest, ARunThatDiesAtOnceIsRestarted) {
   const Ended ended =
       shell(bin("cohort") + " run --nproc-per-node 2 --max-restarts 1 -- sh " + path("dies.sh"));
   EXPECT_EQ(ended.code, 0) << ended.output;
-  EXPECT_NE(ended.output.find("trained 0 epochs, 3 updates"), std::string::npos) << ended.output;
+  EXPECT_NE(ended.output.find(" epochs=0 updates=3 "), std::string::npos) << ended.output;
 }
 
 TEST_F(NmtCommandTest, ARestartReplacesTheRunOfAnotherJob) {
@@ -1004,7 +1005,7 @@ TEST_F(NmtCommandTest, ARestartReplacesTheRunOfAnotherJob) {
                                   << "--overwrite --after-batches 2\n";
   const Ended ended = shell(bin("cohort") + " run --max-restarts 1 -- sh " + path("later.sh"));
   EXPECT_EQ(ended.code, 0) << ended.output;
-  EXPECT_NE(ended.output.find(", 2 updates"), std::string::npos) << ended.output;
+  EXPECT_NE(ended.output.find(" epochs=0 updates=2 "), std::string::npos) << ended.output;
   const auto manifest = nlohmann::json::parse(contents(path("o/last/manifest.json")));
   EXPECT_EQ(manifest["facts"]["update"], "2");
 }
@@ -1020,7 +1021,9 @@ TEST_F(NmtCommandTest, TheResultIsOfTheWeightsInBest) {
   ASSERT_EQ(train(train_flags("p") + more + "10").code, 0);
   fs::remove_all(path("p/last"));
   fs::rename(path("p/early"), path("p/last"));
-  const Ended resumed = train(standing_still("p") + more + "6");
+  std::string flags = standing_still("p") + more + "6";
+  flags.erase(flags.find("--quiet "), 8);
+  const Ended resumed = train(flags);
   ASSERT_EQ(resumed.code, 0) << resumed.output;
   const auto best = nlohmann::json::parse(contents(path("p/best/manifest.json")))["facts"];
   ASSERT_EQ(best["update"], "10");

@@ -62,6 +62,8 @@ TEST_F(RunRecordCommandTest, ARunOnTwoRanksLeavesItsRecordAndItsPage) {
   ASSERT_EQ(first.code, 0) << first.output;
   EXPECT_EQ(first.output.find("report: "), std::string::npos) << "--quiet: " << first.output;
   EXPECT_EQ(first.output.find("validation "), std::string::npos) << "--quiet: " << first.output;
+  EXPECT_EQ(first.output.find("trained "), std::string::npos) << "--quiet: " << first.output;
+  EXPECT_EQ(first.output.find("best by "), std::string::npos) << "--quiet: " << first.output;
   EXPECT_EQ(count(first.output, " gpu host_of_rank=0 gpu=0 busy_percent=87 "), 2) << first.output;
   EXPECT_EQ(count(first.output, " seconds training="), 2) << first.output;
   const Ended second = shell(gpus + train("--after-epochs 3 --disp-freq 4u --quiet"));
@@ -114,6 +116,8 @@ TEST_F(RunRecordCommandTest, ARunOnTwoRanksLeavesItsRecordAndItsPage) {
 TEST_F(RunRecordCommandTest, TheLastLinesAreCurvesOnATerminalAndPlainElsewhere) {
   const Ended plain = shell("LC_ALL=C.UTF-8 " + train("--after-epochs 3"));
   ASSERT_EQ(plain.code, 0) << plain.output;
+  for (const char* line : {"trained 3 epochs, 30 updates: reached --after-epochs 3\n", "best by "})
+    EXPECT_NE(plain.output.find(line), std::string::npos) << plain.output;
   EXPECT_NE(plain.output.find("\nloss, validation  "), std::string::npos) << plain.output;
   EXPECT_NE(plain.output.find("report: " + (folder_ / "run/report.html")), std::string::npos);
   EXPECT_EQ(plain.output.find("\xE2\x96"), std::string::npos) << "no block characters in a pipe";
