@@ -2,18 +2,41 @@
 #include "cohort/launch/log_directory.h"
 
 #include <cerrno>
+#include <charconv>
 #include <cstring>
 #include <fcntl.h>
 #include <filesystem>
+#include <optional>
 #include <stdlib.h>
+#include <string_view>
 #include <sys/file.h>
 #include <system_error>
 #include <unistd.h>
+#include <vector>
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
+#include "cohort/launch/environment.h"
 
 namespace cohort::launch {
+namespace {
+
+// The rank that has the file called `name` among the logs of `folder`.
+std::optional<int> rank_of(const std::string& folder, const std::string& name) {
+  constexpr std::string_view kPrefix = "rank";
+  if (!name.starts_with(kPrefix)) return {};
+  int rank = 0;
+  std::from_chars(name.data() + kPrefix.size(), name.data() + name.size(), rank);
+  const std::string path = folder + "/" + name;
+  for (const std::string& file :
+       {log_file(folder, rank, "stdout"), log_file(folder, rank, "stderr"),
+        error_file(folder, rank), trace_file(folder, rank), stack_file(folder, rank)}) {
+    if (path == file) return rank;
+  }
+  return {};
+}
+
+}  // namespace
 
 LogDirectory::LogDirectory(const std::string& requested, LogSharing sharing) {
   if (!requested.empty()) {
@@ -49,6 +72,15 @@ LogDirectory::LogDirectory(const std::string& requested, LogSharing sharing) {
 LogDirectory::~LogDirectory() {
   std::error_code ignored;
   if (temporary_) std::filesystem::remove_all(path_, ignored);
+}
+
+void LogDirectory::remove_ranks_from(int rank) const {
+  std::vector<std::filesystem::path> left_over;
+  for (const auto& entry : std::filesystem::directory_iterator(path_)) {
+    const auto of = rank_of(path_, entry.path().filename().string());
+    if (of && *of >= rank) left_over.push_back(entry.path());
+  }
+  for (const auto& file : left_over) std::filesystem::remove(file);
 }
 
 // On the folder itself, so that no file of its own lies among the logs.

@@ -129,6 +129,28 @@ TEST(RunTest, ASecondJobInTheFolderOfLogsIsRefusedByName) {
   EXPECT_EQ(next.wait().exit_code, 0);
 }
 
+TEST(RunTest, AJobOfFewerRanksRemovesTheLogsOfTheOthers) {
+  const TemporaryFolder logs;
+  const std::string script = "echo $RANK; : > $COHORT_LOG_DIR/notes.$RANK";
+  Launched first(cohort_run_sh({"--nproc-per-node", "3", "--log-dir", logs.path()}, script));
+  EXPECT_EQ(first.wait().exit_code, 0);
+  for (const std::string name : {"rank2.error.json", "rank11.trace", "rank11.trace.stack",
+                                 "rank2.stdout.log.gz", "rank.trace", "rank02.trace"})
+    std::ofstream(logs.path() + "/" + name).flush();
+  Launched second(cohort_run_sh({"--nproc-per-node", "2", "--log-dir", logs.path()}, "echo $RANK"));
+  EXPECT_EQ(second.wait().exit_code, 0);
+  const Lines names = logs.names();
+  const auto has = [&](const std::string& name) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  };
+  for (const std::string name : {"rank2.stdout.log", "rank2.stderr.log", "rank2.error.json",
+                                 "rank11.trace", "rank11.trace.stack"})
+    EXPECT_FALSE(has(name)) << name;
+  for (const std::string name : {"rank0.stdout.log", "rank1.stdout.log", "rank1.stderr.log",
+                                 "notes.2", "rank2.stdout.log.gz", "rank.trace", "rank02.trace"})
+    EXPECT_TRUE(has(name)) << name;
+}
+
 TEST(RunTest, AFolderOfLogsThatCannotBeMadeIsNamed) {
   const TemporaryFolder folder;
   const std::string logs = folder.path() + "/" + std::string(300, 'x');
