@@ -336,6 +336,31 @@ int64_t Trainer::first_epoch(int64_t num_steps) const {
   return latest.item<int64_t>();
 }
 
+// Servers may have more steps of an earlier run than this one makes. All trainers refuse, or none:
+// in async each counts its own steps, and one without a group learns of the others' from servers.
+void Trainer::check_steps_before(int64_t num_steps) {
+  if (num_steps == 0) return;
+  int64_t before = session_.steps_before();
+  if (is_ungrouped() && training_ == Training::kAsync) {
+    const auto status = nlohmann::json::parse(session_.client().status().front());
+    for (const auto& trainer : status.at("trainers"))
+      before = std::max(before, trainer.at("last_push").get<int64_t>());
+  }
+  if (group_.size() > 1) {
+    at::Tensor most = at::full({1}, before, at::kLong);
+    group_.all_reduce(most, cohort::comm::ReduceOp::kMax);
+    before = most.item<int64_t>();
+  }
+  const int64_t epochs = before == 0 ? 0 : (before - 1) / num_steps + 1;
+  if (epochs <= options_.epochs) return;
+  throw ConfigError("--epochs " + std::to_string(options_.epochs) + ": expected " +
+                    std::to_string(epochs) + " or more: the servers' trainers have come to step " +
+                    std::to_string(before) + ", and this run, of " + counted(num_steps, "step") +
+                    " in an epoch, ends at step " + std::to_string(options_.epochs * num_steps) +
+                    "; other folders of the servers train from the beginning, and ctr evaluate "
+                    "scores a checkpoint");
+}
+
 std::optional<Trainer::Tensors> Trainer::next_tensors(ExampleReader& reader, Batch& batch) const {
   if (!reader.next(batch)) return std::nullopt;
   Tensors tensors;
@@ -488,6 +513,7 @@ void Trainer::train() {
   start();  // Trainers that do not meet come behind the first one, which has made the data.
   check_input();
   const int64_t num_steps = agreed_steps();
+  check_steps_before(num_steps);
   const int64_t first = first_epoch(num_steps);
   for (int64_t epoch = first; epoch <= options_.epochs; ++epoch) {
     int64_t done = 0;

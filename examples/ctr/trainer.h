@@ -39,6 +39,8 @@ class Trainer {
   Trainer(const Options& options, const cohort::comm::ProcessGroup& group);
 
   /// Trains options.epochs, with a checkpoint and scores over the test files after each.
+  /// Errors: also ConfigError, on all trainers, if the servers resumed a job with more steps than
+  ///         these epochs have.
   void train();
   /// Scores the test files, each example once, whatever the number of trainers; on rank 0,
   /// elsewhere nothing. No row is made.
@@ -77,6 +79,7 @@ class Trainer {
   void check_input() const;
   void check_learned(EpochReport sums) const;
   int64_t agreed_steps() const;
+  void check_steps_before(int64_t num_steps);
   EpochReport train_epoch(int64_t epoch, int64_t done, int64_t num_steps);
   void tell_damaged(int64_t lines, const char* where) const;
   void wait_for_updates();

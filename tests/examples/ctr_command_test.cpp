@@ -37,6 +37,19 @@ class CtrCommandTest : public testing::Test {
     EXPECT_EQ(ended.code, 0) << command << "\n" << ended.output;
     return number_after(ended.output, "AUC ");
   }
+  // Makes up `rows` examples in the folder "data"; returns the file to train on.
+  std::string generated(int rows) const {
+    const Ended ended = shell(bin("ctr") + " generate --rows " + std::to_string(rows) +
+                              " --output " + folder_ / "data");
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    return folder_ / "data/train.tsv";
+  }
+  // What sed's `script` makes of that file, in one of its own.
+  std::string edited(const std::string& name, const std::string& script) const {
+    const std::string file = folder_ / name + ".tsv";
+    EXPECT_EQ(shell("sed '" + script + "' " + folder_ / "data/train.tsv" + " > " + file).code, 0);
+    return file;
+  }
   void expect_refused(const std::string& command, const std::string& text) const {
     const Ended ended = shell(command);
     EXPECT_EQ(ended.code, 2) << ended.output;
@@ -95,7 +108,7 @@ TEST_F(CtrCommandTest, AFullDiskIsOneLineWhereverTheCheckpointIsWritten) {
 
 TEST_F(CtrCommandTest, TrainersLearnThroughServersInEveryMode) {
   // Without its numbers an example is its categories alone: what is learned is in the rows.
-  ASSERT_EQ(shell(bin("ctr") + " generate --rows 30000 --output " + folder_ / "data").code, 0);
+  generated(30000);
   std::string files;
   for (const std::string name : {"train", "test"}) {
     const std::string file = folder_ / name + ".tsv";
@@ -136,7 +149,7 @@ TEST_F(CtrCommandTest, OneTrainerThroughServersInSyncIsLocalTraining) {
 
 // An epoch begins with what all steps before it have made, also where no evaluation has pulled it.
 TEST_F(CtrCommandTest, AnEvaluationBetweenEpochsChangesNothing) {
-  ASSERT_EQ(shell(bin("ctr") + " generate --rows 4000 --output " + folder_ / "data").code, 0);
+  generated(4000);
   const std::string test = " --test " + folder_ / "data/test.tsv";
   const auto evaluated_after = [&](const std::string& flags) {
     const Ended trained =
@@ -157,7 +170,7 @@ TEST_F(CtrCommandTest, AnEvaluationBetweenEpochsChangesNothing) {
 // Trainer 1 is killed twice, where trainer 0 has said that it has made some steps. The rows and
 // parameters that are saved are those of a run that nobody disturbed.
 TEST_F(CtrCommandTest, KilledTrainersGoOnWithinTheEpochWithTheSameBits) {
-  ASSERT_EQ(shell(bin("ctr") + " generate --rows 30000 --output " + folder_ / "data").code, 0);
+  generated(30000);
   const auto files_of = [&](const std::string& saved) {
     const Ended ended = shell(bin("cohort-ps") + " export " + folder_ / saved + " --output " +
                               folder_ / saved + "-export");
@@ -190,7 +203,7 @@ TEST_F(CtrCommandTest, KilledTrainersGoOnWithinTheEpochWithTheSameBits) {
 
 // It had left the servers when it was killed: nothing is trained twice.
 TEST_F(CtrCommandTest, ATrainerThatIsKilledWhenItIsDoneDoesNotBeginOnceMore) {
-  ASSERT_EQ(shell(bin("ctr") + " generate --rows 30000 --output " + folder_ / "data").code, 0);
+  generated(30000);
   const Ended ended = shell(
       bin("cohort") + " run --servers 2 --trainers 2 --max-restarts 1 --restart-policy single " +
       "--log-dir " + folder_ / "logs" + " -- sh -c '" + train("--mode sync --epochs 2 -p 5") +
@@ -205,7 +218,7 @@ TEST_F(CtrCommandTest, ATrainerThatIsKilledWhenItIsDoneDoesNotBeginOnceMore) {
 
 // Whichever trainer is lost, the others finish, and the first of them evaluates.
 TEST_F(CtrCommandTest, TrainersGoOnWithoutOneThatIsLost) {
-  ASSERT_EQ(shell(bin("ctr") + " generate --rows 30000 --output " + folder_ / "data").code, 0);
+  generated(30000);
   for (const std::string lost : {"0", "1"}) {
     const std::string logs = folder_ / ("logs" + lost);
     const Ended ended =
@@ -235,13 +248,10 @@ TEST_F(CtrCommandTest, WhatStartsAgainAloneIsRefusedWhereItCannot) {
 }
 
 TEST_F(CtrCommandTest, DamagedLinesAreLeftOutAndNobodyWaits) {
-  ASSERT_EQ(shell(bin("ctr") + " generate --rows 2000 --output " + folder_ / "data").code, 0);
-  ASSERT_EQ(shell("awk 'NR > 1000 && NR <= 1300 {sub(/^./, \"x\")} {print}' " +
-                  folder_ / "data/train.tsv" + " > " + folder_ / "damaged.tsv")
-                .code,
-            0);
-  const std::string files = " train --batch 8 --skip-damaged --train " + folder_ / "damaged.tsv" +
-                            " --test " + folder_ / "data/test.tsv";
+  generated(2000);
+  const std::string files = " train --batch 8 --skip-damaged --train " +
+                            edited("damaged", "1001,1300s/^./x/") + " --test " +
+                            folder_ / "data/test.tsv";
   const Ended ended =
       shell(bin("cohort") + " run --servers 1 --trainers 2 -- " + bin("ctr") + files);
   EXPECT_EQ(ended.code, 0) << ended.output;
@@ -311,6 +321,50 @@ TEST_F(CtrCommandTest, ARestartedRunTrainsNoEpochTwice) {
   EXPECT_NE(again.find("epoch 3: "), std::string::npos) << again;
 }
 
+// The servers resume an earlier job, which has more steps than this run makes. All trainers say so,
+// with a group or without; one that never pushed learns it from the servers. A run that ends at that
+// step still scores and saves.
+TEST_F(CtrCommandTest, ARunThatEndsBeforeTheServersStepsIsRefused) {
+  generated(2000);
+  const std::string launch = "timeout 60 " + bin("cohort") + " run --servers 1 --log-dir ";
+  const std::string ctr = bin("ctr") + " train --data " + folder_ / "data";
+  const std::string refusal =
+      "--epochs 1: expected 2 or more: the servers' trainers have come to step 30, and this run, "
+      "of 15 steps in an epoch, ends at step 15;";
+  const std::string saved = folder_ / "saved";
+  int job = 0;
+  for (const auto& [flags, mode, first_program] :
+       {std::tuple{"", "sync", ""},
+        {"", "async", ""},
+        {"--restart-policy single", "sync", ""},
+        {"--on-trainer-loss continue", "async", "sh -c '[ $RANK = 0 ] && exec \"$@\"' - "}}) {
+    const std::string logs = folder_ / ("logs" + std::to_string(job++));
+    const std::string run = launch + logs + " --trainers 2 " + flags + " -- ";
+    const std::string train = ctr + " --batch 64 --mode " + mode + " --save " + saved;
+    const Ended first = shell(run + first_program + train + " --epochs 2");
+    ASSERT_EQ(first.code, 0) << first.output;
+    std::filesystem::remove_all(saved);
+    expect_refused(run + train + " --epochs 1", refusal);
+    for (const std::string rank : {"0", "1"}) {
+      const std::string log = cohort::read_file(logs + "/rank" + rank + ".stderr.log");
+      EXPECT_NE(log.find(refusal), std::string::npos) << flags << " rank " << rank << "\n" << log;
+    }
+    EXPECT_FALSE(std::filesystem::exists(saved)) << flags;
+    if (*flags != '\0') continue;
+    const Ended again = shell(run + train + " --epochs 2");
+    EXPECT_EQ(again.code, 0) << again.output;
+    EXPECT_NE(again.output.find("test: AUC "), std::string::npos) << again.output;
+    EXPECT_TRUE(std::filesystem::exists(saved + "/checkpoint"));
+    std::filesystem::remove_all(saved);
+  }
+  // A larger --batch makes fewer steps: 4 of 500 examples after 32 of 64.
+  const std::string alone = launch + folder_ / "alone" + " --trainers 1 -- " + ctr + " --batch ";
+  ASSERT_EQ(shell(alone + "64").code, 0);
+  expect_refused(alone + "500",
+                 "--epochs 1: expected 8 or more: the servers' trainers have come to step 32, and "
+                 "this run, of 4 steps in an epoch, ends at step 4;");
+}
+
 // As docs/launch.md has it for trainers and servers that no launcher started.
 TEST_F(CtrCommandTest, OneTrainerStartedByHandNeedsNoEndpointsOfTrainers) {
   const std::string port = folder_ / "port";
@@ -325,12 +379,10 @@ TEST_F(CtrCommandTest, OneTrainerStartedByHandNeedsNoEndpointsOfTrainers) {
 }
 
 TEST_F(CtrCommandTest, WithoutExamplesThereIsNothingToLearnOrToScore) {
-  ASSERT_EQ(shell(bin("ctr") + " generate --rows 300 --output " + folder_ / "data").code, 0);
-  const std::string good = folder_ / "data/train.tsv";
+  const std::string good = generated(300);
   const std::string empty = folder_ / "empty.tsv";
-  const std::string damaged = folder_ / "damaged.tsv";
+  const std::string damaged = edited("damaged", "s/^/x/");
   cohort::write_file(empty, "");
-  ASSERT_EQ(shell("sed 's/^/x/' " + good + " > " + damaged).code, 0);
   const std::string alone = bin("ctr") + " train --skip-damaged ";
   const std::string together =
       "timeout 60 " + bin("cohort") + " run --servers 1 --trainers 2 -- " + alone;
@@ -346,35 +398,25 @@ TEST_F(CtrCommandTest, WithoutExamplesThereIsNothingToLearnOrToScore) {
   }
   expect_refused(together + "--batch 400 --train " + good,
                  "got fewer lines than one --batch 400 for each of 2 trainers");
-  ASSERT_EQ(shell("head -1 " + damaged + " > " + folder_ / "one.tsv").code, 0);
-  expect_refused(alone + small + good + " --test " + folder_ / "one.tsv",
+  expect_refused(alone + small + good + " --test " + edited("one", "s/^/x/; q"),
                  "got malformed lines alone");
   // Of two blocks of 16 KiB, one trainer's has no good line.
-  ASSERT_EQ(shell("head -80 " + damaged + " > " + folder_ / "half.tsv; head -40 " + good + " >> " +
-                  folder_ / "half.tsv")
-                .code,
-            0);
-  const Ended half = shell(together + small + folder_ / "half.tsv");
+  const Ended half = shell(together + small + edited("half", "1,80s/^/x/; 120q"));
   EXPECT_EQ(half.code, 0) << half.output;
   EXPECT_NE(half.output.find("epoch 1: 40 examples"), std::string::npos) << half.output;
   EXPECT_GT(number_after(half.output, "log-loss "), 0) << half.output;
   // Of one label there is no AUC.
-  ASSERT_EQ(shell("grep ^1 " + good + " > " + folder_ / "clicks.tsv").code, 0);
-  const Ended clicks = shell(alone + small + good + " --test " + folder_ / "clicks.tsv");
+  const Ended clicks = shell(alone + small + good + " --test " + edited("clicks", "/^1/!d"));
   EXPECT_EQ(clicks.code, 0) << clicks.output;
   EXPECT_NE(clicks.output.find("AUC undefined"), std::string::npos) << clicks.output;
 }
 
 // Trainers without a process group know of each other's examples by the files alone.
 TEST_F(CtrCommandTest, ATrainerWithoutAnExampleEndsNoJobOfTrainersOnTheirOwn) {
-  ASSERT_EQ(shell(bin("ctr") + " generate --rows 300 --output " + folder_ / "data").code, 0);
-  const std::string good = folder_ / "data/train.tsv";
-  const std::string damaged = folder_ / "damaged.tsv";
-  const std::string half = folder_ / "half.tsv";
-  ASSERT_EQ(shell("sed 's/^/x/' " + good + " > " + damaged).code, 0);
+  const std::string good = generated(300);
+  const std::string damaged = edited("damaged", "s/^/x/");
   // Of two blocks of 16 KiB, one trainer's has no good line.
-  ASSERT_EQ(shell("head -80 " + damaged + " > " + half + "; head -40 " + good + " >> " + half).code,
-            0);
+  const std::string half = edited("half", "1,80s/^/x/; 120q");
   for (const std::string policy : {"--restart-policy single", "--on-trainer-loss continue"}) {
     const std::string together = "timeout 60 " + bin("cohort") + " run --servers 1 --trainers 2 " +
                                  policy + " --tee all -- " + bin("ctr") + " train --skip-damaged ";
@@ -391,7 +433,7 @@ TEST_F(CtrCommandTest, ATrainerWithoutAnExampleEndsNoJobOfTrainersOnTheirOwn) {
 }
 
 TEST_F(CtrCommandTest, AnUnwritableCheckpointIsRefusedBeforeTraining) {
-  ASSERT_EQ(shell(bin("ctr") + " generate --rows 2000 --output " + folder_ / "data").code, 0);
+  generated(2000);
   const std::string file = folder_ / "file";
   cohort::write_file(file, "");
   // The last one is there, but nobody can write to it.
@@ -525,12 +567,9 @@ TEST_F(CtrCommandTest, TrainingReplacesWhatAKilledGenerationLeftAndNothingElse) 
 
 // What was learnt outlives a bad line of the test files, which is seen early where it comes early.
 TEST_F(CtrCommandTest, ABadTestLineCostsNoEpoch) {
-  ASSERT_EQ(shell(bin("ctr") + " generate --rows 3000 --output " + folder_ / "data").code, 0);
-  const std::string good = folder_ / "data/train.tsv";
-  const std::string early = folder_ / "early.tsv";
-  const std::string late = folder_ / "late.tsv";
-  ASSERT_EQ(shell("sed '2s/^./x/' " + good + " > " + early).code, 0);
-  ASSERT_EQ(shell("sed '2990s/^./x/' " + good + " > " + late).code, 0);
+  const std::string good = generated(3000);
+  const std::string early = edited("early", "2s/^./x/");
+  const std::string late = edited("late", "2990s/^./x/");
   const std::string train = bin("ctr") + " train --train " + good + " --test ";
   const std::string save = " --save " + folder_ / "saved";
   expect_refused(train + good + " " + early + save, early + ":2: field 1: expected a label");
