@@ -196,8 +196,8 @@ json measure(const Options& options, const ProcessGroup& group, const Case& each
           {"memory", by_rank(group, memory)},
           {"us",
            {{"median", cohort::bench::median_of(times)},
-            {"min", *std::ranges::min_element(times)},
-            {"max", *std::ranges::max_element(times)}}}};
+            {"least", *std::ranges::min_element(times)},
+            {"most", *std::ranges::max_element(times)}}}};
 }
 
 json collectives(const Options& options, const ProcessGroup& group) {

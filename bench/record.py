@@ -6,8 +6,8 @@ A benchmark calls start() before it measures and prints finish()'s result after.
 a document quotes a figure. As a program, for benchmarks in bash and for records that are older than this file:
 
     bench/record.py start MEASURED... -- COMMAND...   prints what start() returns. Of MEASURED, --step and --translator stand
-                                                      for folders, what begins with build/ is a program, and --resume=FILE
-                                                      asks resume()
+                                                      for folders, what begins with build/ or / is a program, and
+                                                      --resume=FILE asks resume()
     bench/record.py adopt FILE...                     adds to records that name no commit the one that wrote the file
 """
 import datetime
@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -150,6 +151,46 @@ def run_json(*command):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def spread(values, digits=None):
+    """Median, least and most of several measurements of one quantity; rounded if `digits` are given."""
+    found = {"median": statistics.median(values), "least": min(values), "most": max(values)}
+    return found if digits is None else {name: round(value, digits) for name, value in found.items()}
+
+
+def earlier_programs():
+    """The folder that COHORT_EARLIER_BIN names, whose programs of another version take part; None without it."""
+    named = os.environ.get("COHORT_EARLIER_BIN")
+    return pathlib.Path(named).absolute() if named else None
+
+
+def version_of(programs):
+    """What `cohort --version` says in a folder of programs, without the name."""
+    told = subprocess.run([programs / "cohort", "--version"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    return told.split()[-1]
+
+
+def faster_attention(step):
+    """The PyTorch side's faster kind of attention on this machine, and the target tokens a second with each.
+
+    `step`: runs bench/peers/nmt_ddp.py with that --attention, and returns the line that it prints.
+    """
+    tried = {attention: step(attention)["tgt_tokens_per_s"] for attention in ("bmm", "sdpa")}
+    return max(tried, key=tried.get), tried
+
+
+def end_all(launchers):
+    """Returns once none of these `cohort run` runs, nor any of their ranks."""
+    left = [launcher for launcher in launchers if launcher.poll() is None]
+    for launcher in left:
+        launcher.terminate()
+    for launcher in left:
+        try:
+            launcher.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            launcher.terminate()  # The second one makes `cohort run` kill its ranks.
+            launcher.wait()
+
+
 def short_commit(record):
     """The first digits of the commit that the record names; None if it names none."""
     commit = isinstance(record, dict) and record.get("measured", {}).get("commit")
@@ -191,10 +232,10 @@ def main():
         split = words.index("--")
         sets = {"--step": STEP, "--translator": TRANSLATOR}
         kept = [word.removeprefix("--resume=") for word in words[1:split] if word.startswith("--resume=")]
-        programs = [word for word in words[1:split] if word.startswith("build/")]
+        programs = [word for word in words[1:split] if word.startswith(("build/", "/"))]
         measures = [name for word in words[1:split] if word not in programs and not word.startswith("--resume=")
                     for name in sets.get(word, [word])]
-        about = start(measures, programs=programs, command=words[split + 1:])
+        about = start(measures, {"arguments": words[split + 2:]}, programs, words[split + 1:])
         print(json.dumps(resume(about, pathlib.Path(kept[0])) if kept else about))
     elif words[:1] == ["adopt"] and len(words) > 1:
         for name in words[1:]:

@@ -310,8 +310,8 @@ std::vector<cohort::parallel::LocalShard> matrices_of(Side& side,
 
 nlohmann::ordered_json spread(const std::vector<double>& values) {
   return {{"median", cohort::bench::median_of(values)},
-          {"min", *std::ranges::min_element(values)},
-          {"max", *std::ranges::max_element(values)},
+          {"least", *std::ranges::min_element(values)},
+          {"most", *std::ranges::max_element(values)},
           {"each", values}};
 }
 

@@ -98,11 +98,11 @@ Child start(const std::function<void(const std::function<void(int)>&)>& body) {
     ::pause();
     ::_exit(0);
   }
+  ::close(ends[1]);  // So that the end of a child that fails ends the wait.
   Child child{.process = process};
   if (::read(ends[0], &child.number, sizeof(child.number)) != sizeof(child.number))
     throw std::runtime_error("a server did not start");
   ::close(ends[0]);
-  ::close(ends[1]);
   return child;
 }
 

@@ -114,6 +114,17 @@ class CheckReadmeTest(unittest.TestCase):
         self.assertIn("-->\n- Rate: #####|", self.text("README.md"))
         self.expect_good()
 
+    def test_a_span_is_read_of_new_and_of_old_records(self):
+        self.append("README.md", BLOCK.replace("{r.rate:.1f}", "{span(r.rate)}"))
+        commit = self.commit()
+        for ends in (("least", "most"), ("min", "max")):
+            self.write_record(commit)
+            whole = json.loads(self.text(RECORD))
+            (self.tree / RECORD).write_text(json.dumps(whole | {"rate": {"median": 2, **dict(zip(ends, (1, 3)))}}))
+            self.change("README.md", r"(r=invented\.json\n.*\n-->\n)(- Rate.*\n)?", r"\1")
+            self.check("--write")
+            self.assertIn("-->\n- Rate: 2.00 (1.00 to 3.00) rows/s\n", self.text("README.md"), ends)
+
     def test_a_record_of_other_code_gives_none(self):
         self.append("README.md", BLOCK)
         commit = self.commit()

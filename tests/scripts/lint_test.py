@@ -80,6 +80,15 @@ class LintTest(unittest.TestCase):
         self.expect(1, "cohort/c.cpp:2:5: error: invalid case style for function 'Wrong'", "HEAD~1")
         self.expect(1, "'Wrong'")
 
+    def test_a_new_file_is_read_before_it_is_committed_and_a_deleted_one_is_not(self):
+        self.batch("new")
+        self.write("cohort/new.cpp", MISNAMED)
+        (self.tree / "cohort/c.cpp").unlink()
+        output = self.expect(1, "cohort/new.cpp:2:5: error: invalid case style for function 'Wrong'", "HEAD")
+        self.assertIn("read 1 units", output)
+        self.write("cohort/new.cpp", "int  fine();\n")
+        self.expect(1, "cohort/new.cpp:2:4: error: code should be clang-formatted", "HEAD")
+
     def test_a_header_is_read_with_a_source_that_includes_it(self):
         self.write("cohort/outer.h", "#pragma once\n#include \"cohort/inner.h\"\n")
         self.write("cohort/inner.h", "#pragma once\nint fine();\n")

@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""bench/record.py: what a record says, and when it is stale.  Usage: record_test.py SOURCE_FOLDER"""
+"""bench/record.py: what a record says, when it is stale, and what benchmarks share.  Usage: record_test.py SOURCE_FOLDER"""
 import json
+import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
 import unittest
+import unittest.mock
 
 SOURCE = pathlib.Path(sys.argv.pop(1)).resolve()
 sys.path.insert(0, str(SOURCE / "bench"))
@@ -122,6 +125,21 @@ class RecordTest(unittest.TestCase):
         build()
         self.start("cohort/a", programs=[program])
 
+    def test_a_shell_starts_a_record_with_its_arguments_and_the_programs_that_it_names(self):
+        shutil.copy(SOURCE / "bench/record.py", self.root / "bench/record.py")
+        (self.root / "other/bin").mkdir(parents=True)
+        (self.root / "other/build.ninja").write_text(
+            f"rule copy\n command = cp $in $out\nbuild bin/program: copy {self.root}/cohort/a/a.cpp\n")
+        start = lambda: subprocess.run(
+            [sys.executable, "bench/record.py", "start", self.root / "other/bin/program", "cohort/a", "--", "bench/run", "data", "5"],
+            cwd=self.root, capture_output=True, text=True)
+        self.assertIn("other/bin/program: expected a program of a build folder; build it first", start().stderr)
+        subprocess.run(["ninja", "-C", self.root / "other"], check=True, capture_output=True)
+        about = json.loads(start().stdout)
+        self.assertEqual(about["settings"], {"arguments": ["data", "5"]})
+        self.assertEqual(sorted(about["measures"]), ["bench/run", "cohort/a"])
+        self.assertEqual(about["command"], "bench/run data 5")
+
     def test_what_is_measured_must_be_there(self):
         with self.assertRaisesRegex(SystemExit, "cohort/absent: to be measured, and not there"):
             self.start("cohort/absent")
@@ -142,6 +160,50 @@ class RecordTest(unittest.TestCase):
             self.assertEqual(json.loads(path.read_text()), made)
             path.unlink()
             self.commit()
+
+
+class SharedTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def program(self, text):
+        program = self.folder / "cohort"
+        program.write_text("#!/bin/sh\n" + text)
+        program.chmod(0o755)
+        return program
+
+    def test_several_measurements_have_a_median_and_ends(self):
+        self.assertEqual(record.spread([3, 1, 2]), {"median": 2, "least": 1, "most": 3})
+        self.assertEqual(record.spread([0.123, 0.999, 0.5], 1), {"median": 0.5, "least": 0.1, "most": 1.0})
+
+    def test_programs_of_another_version_take_part_where_they_are_named(self):
+        with unittest.mock.patch.dict(os.environ):
+            os.environ.pop("COHORT_EARLIER_BIN", None)
+            self.assertIsNone(record.earlier_programs())
+            os.environ["COHORT_EARLIER_BIN"] = ""
+            self.assertIsNone(record.earlier_programs())
+            os.environ["COHORT_EARLIER_BIN"] = os.path.relpath(self.folder)
+            self.assertEqual(record.earlier_programs().resolve(), self.folder.resolve())
+            self.assertTrue(record.earlier_programs().is_absolute())
+        self.program('[ "$*" = --version ] && echo "cohort 0.3.1"\n')
+        self.assertEqual(record.version_of(self.folder), "0.3.1")
+
+    def test_the_faster_kind_of_attention_is_taken(self):
+        for faster, rates in (("sdpa", {"bmm": 10, "sdpa": 11}), ("bmm", {"bmm": 11, "sdpa": 10})):
+            line = lambda attention: {"tgt_tokens_per_s": rates[attention]}
+            self.assertEqual(record.faster_attention(line), (faster, rates))
+
+    def test_launchers_are_ended_and_those_that_ended_are_left_alone(self):
+        loop = "while :; do sleep 0.05; done"
+        kinds = ["exit 3", f"trap 'exit 4' TERM; echo ready; {loop}"]
+        launchers = [subprocess.Popen(["sh", "-c", text], stdout=subprocess.PIPE, text=True) for text in kinds]
+        self.addCleanup(lambda: [launcher.stdout.close() for launcher in launchers])
+        launchers[0].wait()
+        self.assertEqual(launchers[1].stdout.readline(), "ready\n")
+        record.end_all(launchers)
+        self.assertEqual([launcher.returncode for launcher in launchers], [3, 4])
 
 
 if __name__ == "__main__":
