@@ -17,6 +17,7 @@
 #include "cohort/base/tcp.h"
 #include "cohort/comm/connections.h"
 #include "cohort/comm/libtorch_version.h"
+#include "cohort/comm/time_left.h"
 
 namespace cohort::comm {
 namespace {
@@ -65,7 +66,7 @@ Fd await_agent_store(const RankInfo& info, Deadline deadline) {
 StoreConnection connect_agent_store(const RankInfo& info, Deadline deadline, milliseconds timeout) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(info.master_port);
-  options.timeout = std::max(std::chrono::ceil<milliseconds>(deadline - Clock::now()), kAnswerTime);
+  options.timeout = std::max(time_left(deadline), kAnswerTime);
   options.waitWorkers = false;
   options.numWorkers = static_cast<size_t>(info.world_size);
   const std::lock_guard lock(connecting());

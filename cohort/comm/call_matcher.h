@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether the ranks of a group call the same: when they compare their calls, and the numbers that
-// keep the data of different calls apart. Knows nothing of the network.
+// Whether the ranks of a group call the same: when they compare their calls, the numbers that keep
+// the data of different calls apart, and the splits of an all_to_all. Knows nothing of the network.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -43,7 +43,8 @@ class CallMatcher {
   std::unordered_set<uint64_t> known_;  // kinds that were compared
 };
 
-/// Compares what each rank sends to each in one all_to_all, in bytes, with what the receiver expects.
+/// Compares what each rank sends to each in one all_to_all, in bytes, with what the receiver
+/// expects.
 /// `counts`: by rank, the world_size counts that it sends, then those that it expects.
 /// Errors: CallMismatch, with the same text on every rank.
 void check_split_bytes(std::span<const int64_t> counts, int world_size);

@@ -19,6 +19,7 @@
 #include "cohort/comm/agent_store.h"
 #include "cohort/comm/backends/shm/shm_backend.h"
 #include "cohort/comm/listen.h"
+#include "cohort/comm/time_left.h"
 
 namespace cohort::comm {
 namespace {
@@ -169,8 +170,7 @@ class MemberList {
       if (!reason.empty())
         C10_THROW_ERROR(DistNetworkError, "the host of the store is lost: " + reason);
     }
-    store_->setTimeout(
-        std::max(std::chrono::ceil<milliseconds>(deadline_ - Clock::now()), kAnswerTime));
+    store_->setTimeout(std::max(time_left(deadline_), kAnswerTime));
     return std::stoll(store_->get_to_str(kNumEntries)) >= info_.world_size;
   }
 

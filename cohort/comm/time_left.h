@@ -6,7 +6,7 @@
 
 namespace cohort::comm {
 
-/// At least 1 ms, for calls that take 0 or less for no limit.
+/// Returns what is left until `deadline`, at least 1 ms: calls take 0 or less for no limit.
 inline std::chrono::milliseconds time_left(std::chrono::steady_clock::time_point deadline) {
   return std::max(
       std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()),

@@ -11,9 +11,10 @@ namespace cohort::comm {
 
 QueuedBackend::QueuedBackend(int rank, int world_size, std::chrono::milliseconds timeout,
                              std::string thread_name, TitleOf title_of)
-    : Backend(rank, world_size), title_of_(title_of), timeout_(timeout) {
-  queue_.emplace(std::move(thread_name));
-}
+    : Backend(rank, world_size),
+      title_of_(title_of),
+      timeout_(timeout),
+      queue_(std::move(thread_name)) {}
 
 uint64_t QueuedBackend::getSequenceNumberForGroup() {
   const std::lock_guard lock(mutex_);
@@ -35,7 +36,7 @@ QueuedBackend::WorkPtr QueuedBackend::launch(BackendCall call) {
   call.shared.number = take_number();
   auto work = c10::make_intrusive<QueuedWork>(rank_, call.type, title_of_(call.type), call.results,
                                               [this, call] { run(call); });
-  queue_->launch(work, call.in_background);
+  queue_.launch(work, call.in_background);
   return work;
 }
 
@@ -52,8 +53,14 @@ void QueuedBackend::run(const BackendCall& call) {
 }
 
 void QueuedBackend::end_queue() {
-  if (queue_->is_busy()) abort();
-  queue_.reset();
+  if (queue_.is_busy()) abort();
+  queue_.end();
+}
+
+int QueuedBackend::checked_rank(int64_t rank, const char* name) const {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size_, getBackendName(), " ", name,
+                    ": expected a rank in [0, ", size_, "), got ", rank);
+  return static_cast<int>(rank);
 }
 
 }  // namespace cohort::comm

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <chrono>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -15,10 +14,10 @@
 
 namespace cohort::comm {
 
-/// Numbers collectives, and runs them one after another in the order of the calls: on a thread of the
-/// backend, or, where the caller does not want to do anything else meanwhile (asyncOp is false) and
-/// none is under way, on the caller's. A future's callbacks run on that thread too: they may start
-/// operations, in the same order on all ranks, and must neither wait for one nor drop the last
+/// Numbers collectives, and runs them one after another in the order of the calls: on a thread of
+/// the backend, or, where the caller does not want to do anything else meanwhile (asyncOp is false)
+/// and none is under way, on the caller's. A future's callbacks run on that thread too: they may
+/// start operations, in the same order on all ranks, and must neither wait for one nor drop the last
 /// reference to the group. After an operation that failed all others fail with its error.
 ///
 /// Threads: one caller at a time; `abort` any.
@@ -39,12 +38,15 @@ class QueuedBackend : public c10d::Backend, public NumberedBackend {
                 std::string thread_name, TitleOf title_of);
 
   std::chrono::milliseconds timeout() const { return timeout_; }
+  /// Gives the call the next number and queues it. What it throws, `wait` of the result throws.
   WorkPtr launch(BackendCall call);
   /// Number of a collective that does not pass through the queue.
   uint32_t take_number();
-  /// Ends what is under way: nobody waits for it any more, and peers may have gone. Every destructor
-  /// calls this first, because operations use the members that it destroys.
+  /// Ends what is under way: nobody waits for it any more, and peers may have gone. Every
+  /// destructor calls this first, because operations use the members that it destroys.
   void end_queue();
+  /// Errors: c10::ValueError that names the backend and `name`, the operation.
+  int checked_rank(int64_t rank, const char* name) const;
 
  private:
   /// Prepares the call that runs next.
@@ -57,7 +59,7 @@ class QueuedBackend : public c10d::Backend, public NumberedBackend {
   uint64_t sequence_ = 0;
   uint32_t number_ = 0;
   std::string failure_;  // of an earlier operation: the group is dead
-  std::optional<WorkQueue> queue_;
+  WorkQueue queue_;
 };
 
 }  // namespace cohort::comm

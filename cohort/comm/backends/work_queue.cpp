@@ -42,7 +42,7 @@ std::exception_ptr QueuedWork::run() noexcept {
   return error;
 }
 
-WorkQueue::~WorkQueue() {
+void WorkQueue::end() {
   {
     const std::lock_guard lock(mutex_);
     ending_ = true;

@@ -51,12 +51,13 @@ class WorkQueue {
  public:
   /// `thread_name`: of at most 15 characters.
   explicit WorkQueue(std::string thread_name) : thread_name_(std::move(thread_name)) {}
-  /// Waits for what is under way.
-  ~WorkQueue();
+  ~WorkQueue() { end(); }
   WorkQueue(const WorkQueue&) = delete;
   WorkQueue& operator=(const WorkQueue&) = delete;
 
   void launch(const c10::intrusive_ptr<QueuedWork>& work, bool in_background);
+  /// Waits for what is under way. Nothing may be launched afterwards but by it.
+  void end();
   /// Whether an operation has not run. One whose end can be seen has.
   bool is_busy();
 

@@ -156,12 +156,6 @@ int HierarchicalBackend::host_of(int rank) const {
   return group_with(groups_, rank);
 }
 
-int HierarchicalBackend::checked_rank(int64_t rank, const char* name) const {
-  TORCH_CHECK_VALUE(rank >= 0 && rank < size_, "hierarchical ", name, ": expected a rank in [0, ",
-                    size_, "), got ", rank);
-  return static_cast<int>(rank);
-}
-
 HierarchicalBackend::Reduced HierarchicalBackend::reduced(const c10d::ReduceOp& op,
                                                           at::ScalarType type) const {
   const bool scales = op == c10d::ReduceOp::AVG || op == c10d::ReduceOp::PREMUL_SUM;

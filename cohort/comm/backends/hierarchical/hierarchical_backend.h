@@ -21,7 +21,8 @@ namespace cohort::comm {
 /// one piece crosses the network while the next is reduced inside. What gains nothing by that,
 /// all_to_all, gather, scatter, sums of sparse tensors and messages, goes over Gloo among all ranks.
 ///
-/// Operations run one after another, as QueuedBackend says; those over Gloo among all ranks as Gloo's.
+/// Operations run one after another, as QueuedBackend says; those over Gloo among all ranks as
+/// Gloo's.
 /// Shapes:   contiguous CPU tensors; lists as c10d's ProcessGroup passes them.
 /// Cost:     sent by a leader, of N bytes on L hosts: all_reduce 2 (L-1)/L N; reduce (L-1)/L N, and
 ///           N/L to the root's leader; both (L-1) N of at most 16 KiB; reduce_scatter N less its own
@@ -39,7 +40,7 @@ namespace cohort::comm {
 ///           every rank.
 /// Threads:  one caller at a time; `abort` any.
 /// Errors:   as ShmBackend, and what Gloo throws. The group is dead after it, on all ranks.
-class HierarchicalBackend : public QueuedBackend {
+class HierarchicalBackend final : public QueuedBackend {
  public:
   /// Collective over the request's ranks; blocks, at most its timeout.
   explicit HierarchicalBackend(const BackendRequest& request);
@@ -103,7 +104,6 @@ class HierarchicalBackend : public QueuedBackend {
   const HostGroup& own_group() const { return groups_[static_cast<size_t>(host_)]; }
   int host_of(int rank) const;
   Reduced reduced(const c10d::ReduceOp& op, at::ScalarType type) const;
-  int checked_rank(int64_t rank, const char* name) const;
 
   void reduce_all(const at::Tensor& flat, const Reduced& reduced, int root);
   void broadcast_all(const at::Tensor& bytes, int root);

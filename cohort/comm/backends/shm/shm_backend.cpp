@@ -298,12 +298,6 @@ void ShmBackend::begin(const BackendCall& call) {
   exchange_.begin(call.shared, std::chrono::steady_clock::now() + call.timeout);
 }
 
-int ShmBackend::checked_rank(int64_t rank, const char* name) const {
-  TORCH_CHECK_VALUE(rank >= 0 && rank < size_, "shm ", name, ": expected a rank in [0, ", size_,
-                    "), got ", rank);
-  return static_cast<int>(rank);
-}
-
 ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   const at::Tensor tensor = only_dense(tensors, "broadcast");
   const auto root = static_cast<size_t>(checked_rank(options.rootRank, "broadcast"));
@@ -498,8 +492,8 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(
   return last;
 }
 
-// Tensors of any length to every rank. Lengths go ahead: ranks compare them, and all must take as many
-// steps.
+// Tensors of any length to every rank. Lengths go ahead: ranks compare them, and all must take as
+// many steps.
 void ShmBackend::exchange(const Tensors& outputs, const Tensors& inputs) {
   const auto ranks = static_cast<size_t>(size_);
   std::vector<int64_t> lengths;

@@ -17,8 +17,8 @@ namespace cohort::comm {
 
 /// The ranks of one group, all on one host.
 ///
-/// Collectives run one after another, as QueuedBackend says. Messages between two ranks have a thread
-/// of their own.
+/// Collectives run one after another, as QueuedBackend says. Messages between two ranks have a
+/// thread of their own.
 /// Shapes:   contiguous CPU tensors; lists as c10d's ProcessGroup passes them; all_reduce also
 ///           sparse ones.
 /// Memory:   tensors of `allocateTensor` lie in memory that all ranks see. all_reduce, reduce,
@@ -31,7 +31,7 @@ namespace cohort::comm {
 /// Errors:   c10::ValueError: bad tensors or an unsupported dtype, before anything moves.
 ///           c10::DistBackendError (thrown by `wait`): a rank has ended, left, or calls something
 ///           else; the time is up; `abort`. The group is dead after it, on all ranks.
-class ShmBackend : public QueuedBackend {
+class ShmBackend final : public QueuedBackend {
  public:
   /// Collective over the request's ranks; blocks, at most its timeout. `names`: what errors of
   /// collectives call the ranks; empty: by their numbers.
@@ -94,7 +94,6 @@ class ShmBackend : public QueuedBackend {
   bool writes_to_sent(const Tensors& outputs, const Tensors& inputs) const;
   void all_reduce_sparse(at::Tensor tensor);
   void scatter_sums(const at::Tensor& output, const Tensors& inputs, const Reduction& reduction);
-  int checked_rank(int64_t rank, const char* name) const;
 
   const std::vector<int> names_;    // by rank
   size_t room_each_;                // bytes of addresses for the tensors of a rank, on all alike
