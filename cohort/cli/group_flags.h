@@ -46,7 +46,8 @@ struct GroupFlags {
 /// Errors: ConfigError on all ranks that names two on one card.
 void check_cards_differ(const comm::ProcessGroup& group, const std::string& card);
 
-/// Checks that all ranks were started with the same flags of `command`, those of GroupFlags aside.
+/// Checks that all ranks were started with the same flags of `command`, as they were written, those
+/// of GroupFlags and positional arguments aside.
 /// Collective; blocks.
 /// Errors: ConfigError on all ranks that names a flag and two ranks' values.
 void check_same_flags(const comm::ProcessGroup& group, const CLI::App& command);

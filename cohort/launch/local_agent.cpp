@@ -17,9 +17,9 @@ int LocalAgent::run_job() {
   if (node.num_nodes == 1) {
     node.job_id = random_hex(8);
     node.job_secret = random_hex(16);
+    // The launchers of several nodes do not know whose job the other files are of.
+    logs_.remove_ranks_from(node.world_size);
   }
-  // The launchers of several nodes do not know whose job the other files are of.
-  if (node.num_nodes == 1) logs_.remove_ranks_from(node.world_size);
   if (options_.servers.count > 0) {
     servers_ = std::make_unique<ServerGroup>(options_, log_dir_, log_writer_, reaper_, signals_);
   }

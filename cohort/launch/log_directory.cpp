@@ -78,9 +78,15 @@ void LogDirectory::remove_ranks_from(int rank) const {
   std::vector<std::filesystem::path> left_over;
   for (const auto& entry : std::filesystem::directory_iterator(path_)) {
     const auto of = rank_of(path_, entry.path().filename().string());
-    if (of && *of >= rank) left_over.push_back(entry.path());
+    if (of && *of >= rank && !entry.is_directory()) left_over.push_back(entry.path());
   }
-  for (const auto& file : left_over) std::filesystem::remove(file);
+  for (const auto& file : left_over) {
+    std::error_code error;
+    std::filesystem::remove(file, error);
+    if (error)
+      throw ConfigError(file.string() +
+                        ": cannot remove an earlier job's file: " + error.message());
+  }
 }
 
 // On the folder itself, so that no file of its own lies among the logs.

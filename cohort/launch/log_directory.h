@@ -29,8 +29,9 @@ class LogDirectory {
   LogDirectory(const LogDirectory&) = delete;
   LogDirectory& operator=(const LogDirectory&) = delete;
 
-  /// Removes the logs, error files and traces of the ranks from `rank` on, which an earlier job left; no other file.
-  /// Errors: std::filesystem::filesystem_error if one cannot be removed.
+  /// Removes the logs, error files and traces of the ranks from `rank` on, which an earlier job
+  /// left; no other file.
+  /// Errors: ConfigError that names one which cannot be removed.
   void remove_ranks_from(int rank) const;
 
   const std::string& path() const { return path_; }
