@@ -87,7 +87,7 @@ bool is_of_part(const std::string& name, const std::string& part) {
 }
 
 // What earlier saves and killed ones have left beside the files of `manifest`; `before` is the
-// manifest of one of them. Files of other programs stay.
+// manifest of one of them. Other files stay, but for tensor files that it lists.
 std::vector<std::string> others_than(const Manifest& manifest,
                                      const std::optional<Manifest>& before,
                                      const std::string& folder) {
@@ -104,7 +104,7 @@ std::vector<std::string> others_than(const Manifest& manifest,
     const std::string name = entry.path().filename().string();
     const bool left_over = name.find(std::string(kEnding) + ".tmp-") != std::string::npos ||
                            name.starts_with("manifest.json.tmp-");
-    // Anybody can write a manifest: one that lists other files does not make them ours.
+    // Anybody can write a manifest: it makes no file ours that is not a tensor file.
     const bool is_ours =
         (listed.contains(name) && name.ends_with(kEnding)) ||
         std::ranges::any_of(parts, [&](const auto& part) { return is_of_part(name, part); });

@@ -205,6 +205,7 @@ void ShardedCheckpointWriter::begin_without_copy(const std::string& folder,
 }
 
 void ShardedCheckpointWriter::require_loadable(const std::function<ShardedParts()>& loaded) {
+  TORCH_CHECK_VALUE(pending_, "checkpoint: expected begin before require_loadable");
   try {
     wanted_ = without_elements(loaded()).to_json();
   } catch (const std::exception&) {

@@ -60,6 +60,7 @@ class ShardedCheckpointWriter {
   /// Of the save that has begun: what this rank will load of it, which another may write. A tensor
   /// that the save has in another shape, or in a type that no load converts, makes commit refuse
   /// it. `loaded` is called at once; what it throws, commit throws on every rank. Local.
+  /// Errors: c10::ValueError before `begin`.
   void require_loadable(const std::function<ShardedParts()>& loaded);
 
   /// Whether a save has begun and is not committed.
@@ -72,7 +73,7 @@ class ShardedCheckpointWriter {
 
   /// Waits until every rank has written, then rank 0 checks that it sees all files and writes the
   /// manifest. The files of the checkpoint before it removes in the background. Collective; blocks.
-  /// Cost:   two small messages a rank.
+  /// Cost:   two messages a rank, the first with some 100 bytes for each tensor.
   /// Errors: the same on every rank: ConfigError or c10::Error that names the rank which could not
   ///         write and why, the elements that are in no rank's shards or in two's, or the tensor
   ///         that a rank could not load (require_loadable);

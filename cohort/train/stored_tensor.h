@@ -12,7 +12,7 @@ namespace cohort::train {
 /// Errors: c10::ValueError for a type that files do not have.
 DType dtype_of(const at::Tensor& tensor);
 at::ScalarType scalar_type(DType dtype);
-/// Whether a load converts it into others of these.
+/// Whether it is a floating-point type: a load can convert these into each other.
 bool is_floating(DType dtype);
 
 /// Errors: c10::ValueError if the elements are not within the shape, or the tensor has others.

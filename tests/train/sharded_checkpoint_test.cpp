@@ -381,6 +381,7 @@ TEST(ShardedCheckpointWriterTest, WhatARankCouldNotLoadIsRefusedOnEveryRank) {
   test::ranks(2, [&](const comm::ProcessGroup& group) {
     const bool second = group.rank() == 1;
     ShardedCheckpointWriter writer(group);
+    EXPECT_THROW(writer.require_loadable([] { return ShardedParts(); }), c10::ValueError);
     const ShardedParts mine{
         {"weights", second ? std::vector<TensorShard>{} : full_shards({{"w", at::ones(3)}})}};
     const auto save = [&](const at::Tensor& on_second) {
