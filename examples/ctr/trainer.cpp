@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -158,6 +159,10 @@ DeepFm seeded_network(const Options& options) {
   torch::manual_seed(options.seed);
   return DeepFm(
       DeepFmOptions{.product_dtype = options.precision == "bfloat16" ? at::kBFloat16 : at::kFloat});
+}
+
+int64_t epoch_of(int64_t step, int64_t num_steps) {
+  return (step - 1) / num_steps + 1;
 }
 
 }  // namespace
@@ -329,7 +334,7 @@ int64_t Trainer::agreed_steps() const {
 int64_t Trainer::first_epoch(int64_t num_steps) const {
   const int64_t before = session_.steps_before();
   const int64_t epoch =
-      before == 0 || num_steps == 0 ? epochs_before_ + 1 : (before - 1) / num_steps + 1;
+      before == 0 || num_steps == 0 ? epochs_before_ + 1 : epoch_of(before, num_steps);
   if (group_.size() == 1) return epoch;
   at::Tensor latest = at::full({1}, epoch, at::kLong);
   group_.all_reduce(latest, cohort::comm::ReduceOp::kMax);
@@ -342,16 +347,23 @@ void Trainer::check_steps_before(int64_t num_steps) {
   if (num_steps == 0) return;
   int64_t before = session_.steps_before();
   if (is_ungrouped() && training_ == Training::kAsync) {
-    const auto status = nlohmann::json::parse(session_.client().status().front());
-    for (const auto& trainer : status.at("trainers"))
-      before = std::max(before, trainer.at("last_push").get<int64_t>());
+    std::map<int, int64_t> pushed;  // by trainer: what all servers have
+    for (const std::string& status : session_.client().status()) {
+      const auto server = nlohmann::json::parse(status);
+      for (const auto& trainer : server.at("trainers")) {
+        const auto last = trainer.at("last_push").get<int64_t>();
+        const auto [entry, is_new] = pushed.try_emplace(trainer.at("trainer").get<int>(), last);
+        if (!is_new) entry->second = std::min(entry->second, last);
+      }
+    }
+    for (const auto& [trainer, last] : pushed) before = std::max(before, last);
   }
   if (group_.size() > 1) {
     at::Tensor most = at::full({1}, before, at::kLong);
     group_.all_reduce(most, cohort::comm::ReduceOp::kMax);
     before = most.item<int64_t>();
   }
-  const int64_t epochs = before == 0 ? 0 : (before - 1) / num_steps + 1;
+  const int64_t epochs = before == 0 ? 0 : epoch_of(before, num_steps);
   if (epochs <= options_.epochs) return;
   throw ConfigError("--epochs " + std::to_string(options_.epochs) + ": expected " +
                     std::to_string(epochs) + " or more: the servers' trainers have come to step " +
