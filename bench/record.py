@@ -188,7 +188,11 @@ def end_all(launchers):
             launcher.wait(timeout=10)
         except subprocess.TimeoutExpired:
             launcher.terminate()  # The second one makes `cohort run` kill its ranks.
-            launcher.wait()
+            try:
+                launcher.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                launcher.kill()
+                launcher.wait()
 
 
 def short_commit(record):
@@ -235,7 +239,8 @@ def main():
         programs = [word for word in words[1:split] if word.startswith(("build/", "/"))]
         measures = [name for word in words[1:split] if word not in programs and not word.startswith("--resume=")
                     for name in sets.get(word, [word])]
-        about = start(measures, {"arguments": words[split + 2:]}, programs, words[split + 1:])
+        # What resumes is told apart by its folder of runs, however that was written.
+        about = start(measures, {} if kept else {"arguments": words[split + 2:]}, programs, words[split + 1:])
         print(json.dumps(resume(about, pathlib.Path(kept[0])) if kept else about))
     elif words[:1] == ["adopt"] and len(words) > 1:
         for name in words[1:]:
