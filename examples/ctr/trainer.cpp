@@ -532,8 +532,9 @@ void Trainer::train() {
     if (epoch == first && session_.steps_before() > 0)
       done = std::max<int64_t>(0, session_.steps_before() - (epoch - 1) * num_steps);
     if (done > 0)
-      console_.print("epoch %lld resumes after step %lld\n", static_cast<long long>(epoch),
-                     static_cast<long long>(done));
+      console_.print(done < num_steps ? "epoch %lld resumes after step %lld\n"
+                                      : "epoch %lld is complete after step %lld\n",
+                     static_cast<long long>(epoch), static_cast<long long>(done));
     const EpochReport report = train_epoch(epoch, done, num_steps);
     tell_damaged(report.damaged, "");
     std::array<double, 4> sums{static_cast<double>(report.examples),

@@ -211,7 +211,7 @@ TEST_F(CtrCommandTest, ATrainerThatIsKilledWhenItIsDoneDoesNotBeginOnceMore) {
   ASSERT_EQ(ended.code, 0) << ended.output;
   EXPECT_NE(ended.output.find("restart 1 of 1"), std::string::npos) << ended.output;
   const std::string log = cohort::read_file(folder_ / "logs/rank1.stdout.log");
-  const size_t again = log.find("epoch 2 resumes after step");
+  const size_t again = log.find("epoch 2 is complete after step");
   ASSERT_NE(again, std::string::npos) << log;
   EXPECT_EQ(log.find("step", log.find('\n', again)), std::string::npos) << log;
 }
@@ -353,6 +353,8 @@ TEST_F(CtrCommandTest, ARunThatEndsBeforeTheServersStepsIsRefused) {
     if (*flags != '\0') continue;
     const Ended again = shell(run + train + " --epochs 2");
     EXPECT_EQ(again.code, 0) << again.output;
+    EXPECT_NE(again.output.find("epoch 2 is complete after step "), std::string::npos)
+        << again.output;
     EXPECT_NE(again.output.find("test: AUC "), std::string::npos) << again.output;
     EXPECT_TRUE(std::filesystem::exists(saved + "/checkpoint"));
     std::filesystem::remove_all(saved);
