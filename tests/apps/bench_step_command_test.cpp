@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include "tests/apps/other_flags.h"
 #include "tests/support/shell.h"
 
 namespace cohort {
@@ -86,15 +87,7 @@ TEST(BenchStepTest, TheCommunicationAloneIsThatOfTheStepOverEachBackend) {
 }
 
 TEST(BenchStepTest, RanksWithAnotherVocabularyAreRefusedInOneLine) {
-  const Ended ended =
-      shell(bin("cohort") + " run --nproc-per-node 2 -- sh -c 'exec " + bin("cohort-bench") +
-            " step --preset tiny --depth 1 --timeout 30 --vocabulary $((RANK + 2000))'");
-  EXPECT_EQ(ended.code, 2) << ended.output;
-  EXPECT_NE(ended.output.find("error: --vocabulary: expected the same on all ranks, got 2000 on "
-                              "rank 0 and 2001 on rank 1\n"),
-            std::string::npos)
-      << ended.output;
-  EXPECT_EQ(ended.output.find("raised at"), std::string::npos) << ended.output;
+  test::expect_other_flags_refused("step --preset tiny --depth 1", "--vocabulary", 2000);
 }
 
 TEST(BenchStepTest, SizesThatCannotBeAreRefusedByName) {
