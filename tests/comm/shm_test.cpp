@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <filesystem>
 #include <gtest/gtest.h>
+#include <iterator>
 #include <regex>
 #include <signal.h>
 #include <sys/resource.h>
@@ -508,6 +509,29 @@ TEST(ShmTest, RanksOfSeveralHostsAreRefusedByName) {
   EXPECT_NE(ends[0].output.find("backend shm: expected all ranks on one host, rank 1 is on south"),
             std::string::npos)
       << ends[0].output;
+}
+
+size_t num_threads() {
+  const std::filesystem::directory_iterator tasks("/proc/self/task");
+  return static_cast<size_t>(std::distance(begin(tasks), end(tasks)));
+}
+
+// A job has several groups where layers are partitioned and shards stay within hosts.
+TEST(ShmTest, AGroupStartsNoThreadBeforeItsFirstOperationInTheBackground) {
+  shm_ranks(2, [](const ProcessGroup& group) {
+    group.barrier("connected");
+    const size_t before = num_threads();
+    std::vector<ProcessGroup> groups;
+    for (int i = 0; i < 5; ++i)
+      groups.push_back(group.subgroup({0, 1}, "part" + std::to_string(i)));
+    for (const ProcessGroup& each : groups) {
+      EXPECT_EQ(each.all_reduce(at::ones({1000})).sum().item<double>(), 2000);
+      each.barrier("reduced");
+    }
+    EXPECT_EQ(num_threads(), before);
+    groups[3].all_reduce_async(at::ones({1000})).wait();
+    EXPECT_EQ(num_threads(), before + 1);
+  });
 }
 
 // What strangers do while rank 0 hands over its memory.
