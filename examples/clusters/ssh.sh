@@ -4,13 +4,16 @@
 # The number is that of ranks on each host. Run it in a folder that all hosts see. It ends with the code of the first host
 # that fails; when it is stopped, ssh's terminals end, and so do the launchers.
 set -euo pipefail
+usage() { echo "usage: ssh.sh RANKS HOST... -- PROGRAM [ARGUMENT...]" >&2; exit 2; }
+(($# > 0)) || usage
 ranks=$1
 shift
 hosts=()
-while [[ $1 != -- ]]; do
+while (($# > 0)) && [[ $1 != -- ]]; do
   hosts+=("$1")
   shift
 done
+[[ $ranks =~ ^[1-9][0-9]*$ ]] && ((${#hosts[@]} > 0 && $# > 1)) || usage
 shift
 secret=$PWD/job.secret.$$
 (umask 077; head -c 32 /dev/urandom | base64 >"$secret")

@@ -160,6 +160,12 @@ class Recipes(unittest.TestCase):
             done = self.ssh(words, known, lines, ["sh", "-c", "[ $RANK = 0 ] || exit 7; sleep 100", "a word"])
         self.assertEqual(done.returncode, 7, done.stdout)
 
+    def test_ssh_says_how_it_is_called(self):
+        for words in ("", "2", "2 host0", "2 -- ./train", "two host0 -- ./train", "2 host0 --"):
+            done = subprocess.run([RECIPES / "ssh.sh", *words.split()], cwd=self.folder, text=True, capture_output=True, timeout=LIMIT_S)
+            self.assertEqual((done.returncode, done.stderr), (2, "usage: ssh.sh RANKS HOST... -- PROGRAM [ARGUMENT...]\n"), words)
+        self.assertEqual(list(self.folder.glob("job.secret*")), [])
+
     def kubernetes(self):
         return {each["kind"]: each for each in yaml.safe_load_all((RECIPES / "kubernetes.yaml").read_text())}
 
