@@ -4,9 +4,12 @@
 // takes long to read: include what your model needs of it. Parameter servers, images, text and the translator have
 // headers of their own.
 #pragma once
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
 #include "cohort/base/stop_request.h"
+#include "cohort/comm/accelerator.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/comm/profiler.h"
 #include "cohort/data/distributed_sampler.h"

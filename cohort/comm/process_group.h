@@ -214,8 +214,8 @@ class ProcessGroup {
   /// Sends part r of `input` to rank r and fills part r of `output` with what rank r sent. Parts
   /// are along dimension 0: equal, or as long as `input_splits` and `output_splits` say (W numbers
   /// each; rank a's input_splits[b] must be rank b's output_splits[a]).
-  /// Errors: PeerError on every rank where splits disagree. Without check_collectives only shm finds
-  ///         it; a device's backend never does.
+  /// Errors: PeerError on every rank if any two splits disagree. Without check_collectives only shm
+  ///         finds it; a device's backend never does.
   void all_to_all(const at::Tensor& output, const at::Tensor& input,
                   const std::vector<int64_t>& output_splits = {},
                   const std::vector<int64_t>& input_splits = {},
