@@ -182,7 +182,7 @@ void add_server_flags(CLI::App& app, RunOptions& options, Words& words) {
       ->needs("--servers")
       ->group(group);
   app.add_option("--max-server-restarts", options.servers.max_restarts,
-                 "Maximum number of server restarts; a server keeps its port and folder")
+                 "Maximum number of server restarts; a server keeps its socket and folder")
       ->capture_default_str()
       ->needs("--servers")
       ->group(group);

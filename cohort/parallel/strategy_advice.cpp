@@ -136,7 +136,7 @@ AdviceRequest partitioned(const AdviceRequest& request, int count) {
   return part;
 }
 
-// Hybrid does not go with tensor parallelism.
+// Hybrid is left out: ZeRO-3 fits wherever it does.
 std::optional<std::string> first_that_fits_partitioned(const AdviceRequest& request) {
   for (const StrategyFit& each : advise_without_remedy(request).strategies)
     if (each.fits && each.strategy != "hybrid") return each.strategy;
