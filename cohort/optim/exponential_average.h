@@ -43,7 +43,9 @@ class ExponentialAverage {
   int64_t num_updates_ = 0;
 };
 
-/// The parameters hold their averages while this object lives. A null average does nothing.
+/// The parameters hold their averages while this object lives. A null average does nothing. Of a
+/// sharded model these are the local shards: begin it before ModelWrapper::unsharded(), which shows
+/// them as they are when it begins.
 class AveragesInPlace {
  public:
   explicit AveragesInPlace(ExponentialAverage* average) : average_(average) {

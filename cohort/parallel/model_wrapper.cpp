@@ -34,6 +34,9 @@ void ModelWrapper::zero_grad() const {
 
 double ModelWrapper::gradient_norm(CallSite site) const {
   const CallSiteScope scope(site);
+  TORCH_CHECK_VALUE(engine().num_no_sync_ == 0,
+                    "gradient_norm: within no_sync() gradients are this rank's own: expected it "
+                    "after the backward outside of it, which averages them");
   const auto& layout = ranks_.tensor_parallel;
   std::vector<at::Tensor> parameters;
   std::vector<int> copies;

@@ -38,6 +38,8 @@ class ModelEngine : public std::enable_shared_from_this<ModelEngine> {
   virtual std::vector<std::pair<std::string, at::Tensor>> averaged_parameters() const = 0;
   /// The ranks that hold different shards of the parameters; empty: each has whole ones.
   virtual comm::ProcessGroup shard_group() const = 0;
+  /// Whether the module's parameters are copies of the ranks' shards now: while unsharded() lives.
+  virtual bool shows_copies() const { return false; }
 
  protected:
   friend class NoSync;
@@ -101,8 +103,8 @@ struct ModelRanks {
 
 /// The base of every wrapper, whatever its module.
 ///
-/// Owner:   a movable handle. Guards may outlive it, and so may autograd graphs, but not their
-///          backward, which is then refused.
+/// Owner:   a movable handle. Guards may outlive it. Autograd graphs may, too, but their backward
+///          is then refused, unless a guard lives.
 /// Threads: one.
 /// Errors:  c10::ValueError from every function of a wrapper that was moved from.
 class ModelWrapper {
@@ -120,6 +122,7 @@ class ModelWrapper {
   /// rank. Ignored parameters do not count.
   /// Collective where the model is sharded or tensor-parallel; blocks.
   /// Numerics: squares of the norms of single tensors add up in float64.
+  /// Errors:   c10::ValueError within no_sync(), where gradients are this rank's own.
   double gradient_norm(CallSite site = CallSite::here()) const;
 
   /// Accumulates locally while the returned guard lives; sharded, that costs the memory of a whole
@@ -140,7 +143,9 @@ class ModelWrapper {
   /// and its backward. The module's own forward then runs without the other ranks. A forward or backward of the
   /// wrapper is refused where ranks hold shards. Guards may lie in one another: the outer one
   /// counts. Without write_back, write nothing into the parameters: it would be lost, or would not
-  /// reach the other ranks.
+  /// reach the other ranks. Of a sharded model, the guard shows the shards as they are when it
+  /// begins: what changes them (a step of the optimizer, optim::AveragesInPlace) belongs before it,
+  /// and a checkpoint is not loaded within it.
   /// Collective, the call; blocks. The end of the guard is local.
   Unsharded unsharded(const UnshardedOptions& options = {},
                       CallSite site = CallSite::here()) const {

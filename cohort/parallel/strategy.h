@@ -99,12 +99,12 @@ class ParallelModel : public ModelHandle<Holder> {
   /// the first writer also what is not sharded, buffers and ignored parameters. train::shards_of
   /// makes a checkpoint's part of it.
   std::vector<LocalShard> state_to_save() const {
-    return parts_.ddp ? whole_state_of(**this) : sharded().engine().state_to_save();
+    return parts_.ddp ? whole_state() : sharded().engine().state_to_save();
   }
   /// What every rank fills from a checkpoint, whatever strategy wrote it: all ranks get the first
   /// writer's buffers.
   std::vector<LocalShard> state_to_load() const {
-    return parts_.ddp ? whole_state_of(**this) : sharded().engine().state_to_load();
+    return parts_.ddp ? whole_state() : sharded().engine().state_to_load();
   }
 
   /// Whether ranks hold different shards or parts: then every rank reads a checkpoint, else any one.
@@ -146,6 +146,11 @@ class ParallelModel : public ModelHandle<Holder> {
       : ModelHandle<Holder>(parts.module(), parts.wrapper().engine().shared_from_this(),
                             parts.wrapper().ranks()),
         parts_(std::move(parts)) {}
+  // Under kDdp. Errors: c10::ValueError where parameters have a lower precision's type now.
+  std::vector<LocalShard> whole_state() const {
+    parts_.ddp->engine().check_masters();
+    return whole_state_of(**this);
+  }
   const FullyShardedDataParallel<Holder>& sharded() const { return *parts_.sharded; }
   FullyShardedDataParallel<Holder>& sharded() { return *parts_.sharded; }
 

@@ -28,6 +28,8 @@ torch::optim::Optimizer* torch_of(const OptimizerState& optimizer) {
 }
 
 int64_t step_of(const OptimizerState& optimizer, const SaveOptions& options) {
+  TORCH_CHECK_VALUE(options.step.value_or(0) >= 0, "checkpoint: step: expected 0 or more, got ",
+                    options.step.value_or(0));
   const optim::Adam* adam = adam_of(optimizer);
   if (adam == nullptr) return options.step.value_or(0);
   TORCH_CHECK_VALUE(!options.step || *options.step == adam->num_steps(),
@@ -107,6 +109,9 @@ SaveHandle async_save_state(const ModelState& model, const OptimizerState& optim
 
 IncompatibleKeys load_state(const ModelState& model, const OptimizerState& optimizer,
                             const std::string& path, const LoadOptions& options, CallSite site) {
+  TORCH_CHECK_VALUE(!model.shows_copies,
+                    "checkpoint: a load while unsharded() lives, which shows the values of before: "
+                    "expected it after that");
   optim::Adam* const adam = adam_of(optimizer);
   torch::optim::Optimizer* const other = torch_of(optimizer);
   std::optional<train::OptimizerLoad> load;

@@ -29,8 +29,8 @@ using train::IncompatibleKeys;
 using train::LoadOptions;
 
 struct SaveOptions {
-  /// What train::read_update returns, and files are numbered by. Empty: the number of steps of an
-  /// optim::Adam, for which it must not be another one; else 0.
+  /// What train::read_update returns, and files are numbered by; >= 0. Empty: the number of steps of
+  /// an optim::Adam, for which it must not be another one; else 0.
   std::optional<int64_t> step;
   train::Metadata metadata{};  ///< Rank 0's, for train::read_manifest.
 };
@@ -67,6 +67,7 @@ struct ModelState {
   bool saves = true;  ///< Whether this rank writes; the others have the same as one that does.
   std::vector<train::TensorShard> to_save, to_load;
   std::vector<train::TensorShard> trained;  ///< What the optimizer may update.
+  bool shows_copies = false;  ///< As ModelEngine::shows_copies: nothing is loaded then.
 };
 
 template <class Holder>
@@ -80,14 +81,15 @@ ModelState state_of(const parallel::DistributedDataParallel<Holder>& model) {
 template <class Holder>
 ModelState state_of(const parallel::FullyShardedDataParallel<Holder>& model) {
   const parallel::ShardingEngine& engine = model.engine();
-  return {model.ranks(), engine.is_first_replica(), engine.state_to_save(), engine.state_to_load(),
-          engine.local_shards()};
+  return {model.ranks(),          engine.is_first_replica(), engine.state_to_save(),
+          engine.state_to_load(), engine.local_shards(),     engine.shows_copies()};
 }
 
 template <class Holder>
 ModelState state_of(const parallel::ParallelModel<Holder>& model) {
-  return {model.ranks(), static_cast<bool>(model.checkpoint_writers()), model.state_to_save(),
-          model.state_to_load(), model.local_shards()};
+  return {model.ranks(),         static_cast<bool>(model.checkpoint_writers()),
+          model.state_to_save(), model.state_to_load(),
+          model.local_shards(),  model.engine().shows_copies()};
 }
 
 /// An optimizer, and what of the model's parameters its tensors are.
@@ -228,8 +230,8 @@ async_save(const Arguments&... arguments) {
 /// checkpoint does not have, because its parameter had no gradient yet, is removed.
 ///
 /// Collective over the model's ranks; blocks.
-/// Errors: the same on every rank, as train::load_shards; c10::ValueError as save(). Nothing has
-///         changed then.
+/// Errors: the same on every rank, as train::load_shards; c10::ValueError as save(), and while
+///         unsharded() of a sharded model lives. Nothing has changed then.
 template <class Model, IsOptimizer Optimizer>
 IncompatibleKeys load(const Model& model, Optimizer& optimizer, const std::string& path,
                       const LoadOptions& options = {}, CallSite site = CallSite::here()) {

@@ -179,6 +179,28 @@ TEST(NoSyncTest, ZeroGradResetsWhatWaits) {
   });
 }
 
+// There the norm would be this rank's alone, or that of nothing.
+TEST(NoSyncTest, GradientsHaveNoNormYet) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    for_each_strategy(group, [&](auto make) {
+      auto model = make();
+      PlainNet plain;
+      {
+        const auto local = model.no_sync();
+        loss_of(model(batch_of(group.rank()))).backward();
+        EXPECT_THROW(model.gradient_norm(), c10::ValueError);
+        EXPECT_THROW(parallel::clip_grad_norm_(model, 0.1), c10::ValueError);
+      }
+      loss_of(model(batch_of(group.rank(), 1))).backward();
+      add_plain_gradients(plain, 2);
+      add_plain_gradients(plain, 2, 1);
+      const double norm = torch::nn::utils::clip_grad_norm_(trained(plain), 0.1);
+      EXPECT_NEAR(parallel::clip_grad_norm_(model, 0.1), norm, kBound * norm);
+      expect_gradients(model, plain);
+    });
+  });
+}
+
 TEST(ClipGradTest, ByNormIsThatOfOneProcess) {
   for (const int ranks : {1, 2, 3}) {
     test::ranks(ranks, [](const ProcessGroup& group) {

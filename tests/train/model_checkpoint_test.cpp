@@ -525,6 +525,58 @@ TEST(ModelCheckpointTest, ASaveWithoutWaitIsLostWithAWarning) {
   EXPECT_EQ(train::read_update(folder / "last"), 3);
 }
 
+TEST(ModelCheckpointTest, AStepThatIsNoneIsRefused) {
+  const test::SharedFolder folder;
+  const comm::ProcessGroup alone(comm::RankInfo{});
+  const parallel::DistributedDataParallel<Net> model(Net(), alone);
+  EXPECT_EQ(test::message_of<c10::ValueError>([&] { save(model, folder / "last", {.step = -7}); }),
+            "checkpoint: step: expected 0 or more, got -7");
+  EXPECT_FALSE(std::filesystem::exists(folder / "last"));
+}
+
+// The masters come back with the backward.
+TEST(ModelCheckpointTest, WeightsOfALowerPrecisionAreNeitherSavedNorLoaded) {
+  const test::SharedFolder folder;
+  test::ranks(2, [&](const comm::ProcessGroup& group) {
+    parallel::StrategyOptions options;
+    options.ddp.mixed_precision.param_dtype = at::kBFloat16;
+    parallel::ParallelModel<torch::nn::Linear> model(torch::nn::Linear(4, 4), group, options);
+    save(model, folder / "last");
+    const std::string before = Manifest::read(folder / "last").to_json();
+    const at::Tensor loss = model(at::ones({2, 4})).sum();
+    EXPECT_THROW(save(model, folder / "last"), c10::ValueError);
+    EXPECT_THROW(static_cast<void>(async_save(model, folder / "last")), c10::ValueError);
+    EXPECT_THROW(load(model, folder / "last"), c10::ValueError);
+    EXPECT_EQ(Manifest::read(folder / "last").to_json(), before);
+    loss.backward();
+    load(model, folder / "last");
+    EXPECT_EQ(model->weight.scalar_type(), at::kFloat);
+  });
+}
+
+// What unsharded() shows would stay as it was, and with write_back undo the load.
+TEST(ModelCheckpointTest, NothingIsLoadedBehindUnsharded) {
+  const test::SharedFolder folder;
+  test::ranks(2, [&](const comm::ProcessGroup& group) {
+    for (const std::string& wrapper : kWrappers) {
+      with_model(wrapper, Net(0.25), group, [&](auto& model) {
+        save(model, folder / wrapper);
+        const auto adam = make_optimizer("adam", trained(state_of(model).trained));
+        step(model, *adam);
+        {
+          const auto whole = model.unsharded({.write_back = true});
+          save(model, folder / "other");
+          if (wrapper != "ddp") {
+            EXPECT_THROW(load(model, folder / wrapper), c10::ValueError) << wrapper;
+          }
+        }
+        load(model, folder / wrapper);
+        expect_equal(state_of(model).trained, Net(0.25), wrapper);
+      });
+    }
+  });
+}
+
 // Each rank reads its part; the names that do not fit are the same on all.
 TEST(ModelCheckpointTest, RanksImportWhatOtherProgramsWrote) {
   const test::SharedFolder folder;

@@ -82,7 +82,7 @@ at::Tensor absent_parameter(const FlatTensor& place, const at::TensorOptions& op
           "one (a penalty on it, too), and to be read elsewhere while unsharded() lives. An "
           "optimizer that holds it was made from the module's own parameters, which "
           "FullyShardedDataParallel has taken: make it from the wrapped model's parameters(), "
-          "after wrapping");
+          "after wrapping. A module whose wrapper is gone keeps no values: wrap a new one");
 }
 
 // Without it an optimizer made from the module's own parameters would skip them all, and train

@@ -185,6 +185,10 @@ std::vector<LocalShard> ShardingEngine::state_to_load() const {
   return state;
 }
 
+bool ShardingEngine::shows_copies() const {
+  return impl_->unsharded > 0;
+}
+
 int64_t ShardingEngine::num_units() const {
   return std::ssize(impl_->units);
 }

@@ -140,6 +140,7 @@ class ShardingEngine final : public ModelEngine {
     return named_parameters();
   }
   comm::ProcessGroup shard_group() const override { return group(); }
+  bool shows_copies() const override;
 
   /// What each rank of `group` writes into a checkpoint: its local shards, and on the group's first
   /// rank also what is not sharded, buffers and ignored parameters.
