@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/train/background_task.h"
 
+#include <cstdlib>
 #include <pthread.h>
 #include <sched.h>
+#include <set>
 #include <sys/resource.h>
 #include <unistd.h>
 #include <utility>
+
+#include "cohort/base/checksum.h"
 
 namespace cohort::train {
 namespace {
@@ -19,13 +23,49 @@ void lower_priority() {
   ::setpriority(PRIO_PROCESS, thread, ::getpriority(PRIO_PROCESS, thread) + 10);
 }
 
+// Those of this process.
+struct Tasks {
+  const pid_t process = ::getpid();
+  std::mutex mutex;
+  std::set<BackgroundTask*> all;
+};
+
+// Lives for ever: a task may end after static objects.
+Tasks& tasks() {
+  static auto* const instance = new Tasks;
+  return *instance;
+}
+
+void wait_for_all() {
+  if (::getpid() != tasks().process) return;  // A forked process has no thread of its parent.
+  const std::scoped_lock lock(tasks().mutex);
+  for (BackgroundTask* task : tasks().all) task->wait_idle();
+}
+
+// OpenSSL, by which works make checksums, is taken down by exit() in a function that it registers
+// when it is first used. What is registered later runs earlier.
+void wait_at_exit() {
+  static const bool registered = [] {
+    Sha256().hex();
+    return std::atexit(wait_for_all) == 0;
+  }();
+  static_cast<void>(registered);
+}
+
 }  // namespace
 
 BackgroundTask::BackgroundTask(const std::string& thread_name) : thread_([this] { run(); }) {
   pthread_setname_np(thread_.native_handle(), thread_name.c_str());
+  wait_at_exit();
+  const std::scoped_lock lock(tasks().mutex);
+  tasks().all.insert(this);
 }
 
 BackgroundTask::~BackgroundTask() {
+  {
+    const std::scoped_lock lock(tasks().mutex);
+    tasks().all.erase(this);
+  }
   {
     const std::scoped_lock lock(mutex_);
     stop_ = true;

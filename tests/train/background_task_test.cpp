@@ -2,11 +2,17 @@
 #include "cohort/train/background_task.h"
 
 #include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <stdexcept>
 #include <sys/resource.h>
+#include <thread>
 #include <unistd.h>
+
+#include "cohort/base/checksum.h"
 
 namespace cohort::train {
 namespace background_task_test {
@@ -37,6 +43,22 @@ TEST(BackgroundTaskTest, TheFirstErrorIsToldOnce) {
     EXPECT_STREQ(error.what(), "first");
   }
   task.wait();
+}
+
+// A program may exit while a save runs, or keep its handle in a static variable.
+TEST(BackgroundTaskTest, ExitWaitsForWhatRuns) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto leave = [] {
+    auto* const task = new BackgroundTask("test");
+    task->start([] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      Sha256 checksum;
+      checksum.update("a save");
+      std::fprintf(stderr, "wrote %zu digits", checksum.hex().size());
+    });
+    std::exit(0);
+  };
+  EXPECT_EXIT(leave(), testing::ExitedWithCode(0), "wrote 64 digits");
 }
 
 }  // namespace background_task_test
