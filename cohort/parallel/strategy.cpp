@@ -53,7 +53,7 @@ DeviceMesh init_strategy_mesh(const comm::ProcessGroup& group, Strategy strategy
   if (tensor_parallel > 1) axes.push_back({"tp", tensor_parallel});
   const auto hosts = group.hosts();
   if (is_hybrid && std::ranges::all_of(hosts, [&](const auto& host) { return host == hosts[0]; }))
-    throw ConfigError("--strategy hybrid: expected several hosts, got one: give --strategy zero3");
+    throw ConfigError("strategy hybrid: expected several hosts, got one: choose zero3");
   DeviceMeshOptions options;
   if (is_hybrid)
     options.within_host = "dp_shard";

@@ -19,7 +19,7 @@ struct Formula {
   double shared;
   int among;
   double sent;  // In units of the parameters' bytes.
-  bool gathers_units;
+  int units;    // At most beside it: gathered, and gradients on their way (docs/memory.md).
 };
 
 std::string number(double value) {
@@ -52,13 +52,12 @@ double rank_memory(const AdviceRequest& request) {
   return static_cast<double>(request.host_memory_bytes) / request.local_world_size;
 }
 
-// What of the model is gathered at once, beside what the formulas count: a unit with its gradients
-// while it computes, or the whole model when there are no gradients.
+// What of the model is gathered at once, beside what the formulas count: units while one computes,
+// or the whole model when there are no gradients.
 double gathered(const Formula& formula, const AdviceRequest& request) {
-  if (!formula.gathers_units) return 0;
-  const double unit = 8.0 * static_cast<double>(request.largest_unit);
+  const double units = 4.0 * formula.units * static_cast<double>(request.largest_unit);
   const double whole = 4.0 * static_cast<double>(request.parameters) * others(formula.among);
-  return request.gathers_whole ? std::max(unit, whole) : unit;
+  return request.gathers_whole && formula.whole == 0 ? std::max(units, whole) : units;
 }
 
 StrategyFit fit(const Formula& formula, const AdviceRequest& request) {
@@ -82,7 +81,7 @@ StrategyFit fit(const Formula& formula, const AdviceRequest& request) {
 }
 
 Formula zero3_on(int ranks) {
-  return {"zero3", 0, 16, ranks, 3 * others(ranks), true};
+  return {"zero3", 0, 16, ranks, 3 * others(ranks), 4};
 }
 
 // Ranks, as many on each host, with which zero3 fits; nothing if no number does.
@@ -105,13 +104,13 @@ std::string why(const std::string& strategy) {
 // Without advice on what would fit where nothing does.
 StrategyAdvice advise_without_remedy(const AdviceRequest& request) {
   const int ranks = request.world_size, local = request.local_world_size;
-  std::vector<Formula> formulas = {{"ddp", 16, 0, 1, 2 * others(ranks), false},
-                                   {"zero1", 8, 8, ranks, 2 * others(ranks), false},
-                                   {"zero2", 4, 12, ranks, 2 * others(ranks), false},
+  std::vector<Formula> formulas = {{"ddp", 16, 0, 1, 2 * others(ranks), 0},
+                                   {"zero1", 8, 8, ranks, 2 * others(ranks), 1},
+                                   {"zero2", 4, 12, ranks, 2 * others(ranks), 3},
                                    zero3_on(ranks)};
   if (ranks > local && local > 1) {
     const double across = 2 * others(ranks / local) / local;
-    formulas.push_back({"hybrid", 0, 16, local, 3 * others(local) + across, true});
+    formulas.push_back({"hybrid", 0, 16, local, 3 * others(local) + across, 4});
   }
   StrategyAdvice advice;
   for (const Formula& formula : formulas) advice.strategies.push_back(fit(formula, request));

@@ -212,7 +212,7 @@ TEST(MeshTest, AStrategysMeshFollowsTheHosts) {
   test::ranks(4, [](const ProcessGroup& group) {
     EXPECT_EQ(init_strategy_mesh(group, Strategy::kZero3).group(), group);
     EXPECT_EQ(message_of<ConfigError>([&] { init_strategy_mesh(group, Strategy::kHybrid); }),
-              "--strategy hybrid: expected several hosts, got one: give --strategy zero3");
+              "strategy hybrid: expected several hosts, got one: choose zero3");
     EXPECT_EQ(message_of<ConfigError>([&] { init_strategy_mesh(group, Strategy::kDdp, 3); }),
               "--tensor-parallel 3: expected a divisor of the number of ranks, 4");
     test::on_hosts(group, {"a", "b", "a", "b"}, [](const ProcessGroup& world) {
