@@ -84,6 +84,19 @@ TEST(CheckpointCommandTest, ConsolidateWritesWholeTensors) {
   EXPECT_EQ(checkpoint("consolidate " + folder / "nowhere" + " --output " + folder / "x").code, 2);
 }
 
+TEST(CheckpointCommandTest, ConsolidateWritesNothingOfADamagedCheckpoint) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "last";
+  Saving(7, 2, 100).save(path);
+  fs::remove(path + "/" + Manifest::read(path).files.at("b.1-of-2").name);
+  const std::string command = "consolidate " + path + " --output " + folder / "whole";
+  const Ended damaged = checkpoint(command);
+  EXPECT_EQ(damaged.code, 2);
+  EXPECT_NE(damaged.output.find("is missing"), std::string::npos) << damaged.output;
+  EXPECT_FALSE(fs::exists(folder / "whole"));
+  EXPECT_EQ(checkpoint(command + " --parts a").code, 0);  // That part is there.
+}
+
 TEST(CheckpointCommandTest, ConsolidateReplacesACheckpointOnlyIfTold) {
   const TemporaryFolder folder;
   Saving(7, 3, 100).save(folder / "three");
