@@ -23,12 +23,14 @@ struct ClipGradNormOptions {
 /// Collective: where the model is sharded or tensor-parallel; blocks. One number is sent for each.
 /// Numerics:   as ModelWrapper::gradient_norm. Parameters in `ignored` neither count nor change. A
 ///             sparse gradient counts as the dense one that it stands for.
-/// Errors:     c10::ValueError if max_norm is negative; c10::Error if error_if_nonfinite.
+/// Errors:     c10::ValueError if max_norm is negative, and as ModelWrapper::gradient_norm; c10::Error
+///             if error_if_nonfinite.
 double clip_grad_norm_(const ModelWrapper& model, double max_norm,
                        const ClipGradNormOptions& options = {}, CallSite site = CallSite::here());
 
 /// Clamps each element of the model's gradients to [-clip_value, clip_value]. A sparse gradient is
-/// coalesced first. Local.
+/// coalesced first. Local. Call it between backward and the optimizer's step: a sharded model has no
+/// gradients here within no_sync().
 /// Errors: c10::ValueError if clip_value is negative.
 void clip_grad_value_(const ModelWrapper& model, double clip_value);
 

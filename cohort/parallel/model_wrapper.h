@@ -38,7 +38,7 @@ class ModelEngine : public std::enable_shared_from_this<ModelEngine> {
   virtual std::vector<std::pair<std::string, at::Tensor>> averaged_parameters() const = 0;
   /// The ranks that hold different shards of the parameters; empty: each has whole ones.
   virtual comm::ProcessGroup shard_group() const = 0;
-  /// Whether the module's parameters are copies of the ranks' shards now: while unsharded() lives.
+  /// Whether unsharded() of a sharded model lives: the module's parameters may be copies of shards.
   virtual bool shows_copies() const { return false; }
 
  protected:
@@ -122,7 +122,8 @@ class ModelWrapper {
   /// rank. Ignored parameters do not count.
   /// Collective where the model is sharded or tensor-parallel; blocks.
   /// Numerics: squares of the norms of single tensors add up in float64.
-  /// Errors:   c10::ValueError within no_sync(), where gradients are this rank's own.
+  /// Errors:   c10::ValueError within no_sync(), where gradients are this rank's own. Between the end
+  ///           of its guard and the next backward they are that still, and this does not see it.
   double gradient_norm(CallSite site = CallSite::here()) const;
 
   /// Accumulates locally while the returned guard lives; sharded, that costs the memory of a whole

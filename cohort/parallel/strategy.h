@@ -98,11 +98,13 @@ class ParallelModel : public ModelHandle<Holder> {
   /// What this rank, one of the checkpoint writers, writes of the module: its local shards, and on
   /// the first writer also what is not sharded, buffers and ignored parameters. train::shards_of
   /// makes a checkpoint's part of it.
+  /// Errors: c10::ValueError under DDP between a forward in mixed precision and its backward.
   std::vector<LocalShard> state_to_save() const {
     return parts_.ddp ? whole_state() : sharded().engine().state_to_save();
   }
   /// What every rank fills from a checkpoint, whatever strategy wrote it: all ranks get the first
   /// writer's buffers.
+  /// Errors: as state_to_save.
   std::vector<LocalShard> state_to_load() const {
     return parts_.ddp ? whole_state() : sharded().engine().state_to_load();
   }

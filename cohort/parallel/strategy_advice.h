@@ -5,8 +5,10 @@
 // Bytes that a rank holds after backward in float32 under Adam (parameter, gradient, two moments:
 // 16), of P parameters on N ranks, H of them on each host:
 //   ddp 16 P    zero1 (8 + 8/N) P    zero2 (4 + 12/N) P    zero3 16/N P    hybrid 16/H P
-// and, for the last two, 8 bytes a parameter of the largest unit: its parameters and gradients
-// while it computes. Activations come on top. What a rank sends in a step, in units of 4 P bytes:
+// and 4 bytes a parameter of the largest unit, for what is gathered and for gradients on their way:
+// once with zero1, three times with zero2, four times with zero3 and hybrid (docs/memory.md; what
+// other ranks send to more than two is left out). Activations come on top.
+// What a rank sends in a step, in units of 4 P bytes:
 // 2 (N-1)/N, with zero3 3 (N-1)/N; with hybrid 3 (H-1)/H within its host, and 2/H (M-1)/M across M
 // hosts. Where K ranks compute one model (tensor parallel), each of these with P/K parameters on
 // N/K ranks, H/K of them on a host whose memory is the K-th part.

@@ -12,8 +12,9 @@ namespace cohort::train {
 
 /// Training comes first: the thread's niceness is its process's and 10. Where all cores are busy,
 /// it gets what training leaves over, when it waits for other ranks say, and a tenth of a core.
-/// Threads: one caller. The destructor waits for what runs, and so does exit(), before it takes down
-///          what works may use, if no destructor has.
+/// Threads: one caller. The destructor waits for what runs. exit() does, too, while OpenSSL and the
+///          static objects that are older than the first task are still there; but not in a
+///          process that was forked after the first task.
 class BackgroundTask {
  public:
   explicit BackgroundTask(const std::string& thread_name);

@@ -187,7 +187,8 @@ IncompatibleKeys load_state(const ModelState& model, const OptimizerState& optim
 ///
 /// Collective over the model's ranks; blocks.
 /// Errors: c10::ValueError for another optimizer, or one that updates other tensors than the
-///         model's; else as ShardedCheckpointWriter::commit.
+///         model's, for a negative step, and where DDP's mixed precision has not given the parameters
+///         back: on the rank where it is so. Else as ShardedCheckpointWriter::commit.
 template <class Model, IsOptimizer Optimizer>
 void save(const Model& model, Optimizer& optimizer, const std::string& folder,
           const SaveOptions& options = {}, CallSite site = CallSite::here()) {
