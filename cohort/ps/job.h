@@ -39,6 +39,9 @@ struct JobOptions {
   int64_t max_staleness =
       -1;  ///< kAsync: a pull waits while its trainer is more steps ahead of the slowest
            ///< member (Ho et al. 2013, "stale synchronous parallel"); -1: never.
+  /// Examples of a trainer in a step; 0: not given. Servers only compare it: a trainer with another
+  /// is refused, since its steps, and those that it resumes after, are other examples.
+  int64_t batch_size = 0;
   /// A server refuses a push, or initial values, with a NaN or an infinity by name, before it is
   /// logged: its trainer gets c10::ValueError, and can push no more. False: it is applied.
   bool error_if_nonfinite = true;

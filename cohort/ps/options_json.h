@@ -151,6 +151,7 @@ void visit_fields(JobOptions& options, const auto& visit) {
   visit("max_trainers", options.max_trainers, true);  // Since 0.4.
   visit("servers", options.servers);
   visit("max_staleness", options.max_staleness);
+  visit("batch_size", options.batch_size, true);                  // Since 0.4.
   visit("error_if_nonfinite", options.error_if_nonfinite, true);  // Since 0.4.
   visit("dense_rule", options.dense_rule);
   visit("dense_wire_dtype", options.dense_wire_dtype, true);  // Since 0.4.

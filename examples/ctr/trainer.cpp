@@ -269,6 +269,7 @@ cohort::ps::SessionOptions Trainer::session_options() {
   session.dense_rule.learning_rate = static_cast<float>(options_.learning_rate);
   session.dense_wire_dtype = cohort::ps::wire_dtype_named(options_.wire_dtype);
   session.max_staleness = options_.max_staleness;
+  session.batch_size = options_.batch_size;
   session.error_if_nonfinite = options_.error_if_nonfinite;
   session.max_merge = options_.max_merge;
   session.geo_steps = options_.geo_steps;
@@ -369,8 +370,8 @@ void Trainer::check_steps_before(int64_t num_steps) {
                     std::to_string(epochs) + " or more: the servers' trainers have come to step " +
                     std::to_string(before) + ", and this run, of " + counted(num_steps, "step") +
                     " in an epoch, ends at step " + std::to_string(options_.epochs * num_steps) +
-                    "; other folders of the servers train from the beginning, and ctr evaluate "
-                    "scores a checkpoint");
+                    "; to train from the beginning, start the servers with other folders; to score "
+                    "a checkpoint, run ctr evaluate");
 }
 
 std::optional<Trainer::Tensors> Trainer::next_tensors(ExampleReader& reader, Batch& batch) const {

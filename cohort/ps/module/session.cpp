@@ -281,6 +281,7 @@ JobOptions Session::job_options() const {
                  .max_trainers = std::max(JobOptions().max_trainers, options_.trainers),
                  .servers = static_cast<int>(plan_.servers.size()),
                  .max_staleness = options_.max_staleness,
+                 .batch_size = options_.batch_size,
                  .error_if_nonfinite = options_.error_if_nonfinite,
                  .dense_rule = options_.dense_rule,
                  .dense_wire_dtype = options_.dense_wire_dtype};

@@ -62,6 +62,7 @@ struct SessionOptions {
   bool error_if_nonfinite = true;                    ///< See JobOptions.
   std::string load;            ///< kLocal: a checkpoint to begin with, of any number of servers.
   int64_t max_staleness = -1;  ///< See JobOptions; -1 except for kAsync.
+  int64_t batch_size = 0;      ///< Examples of this trainer in a step: see JobOptions.
   int64_t max_merge = 20;      ///< kHalfAsync: pushes summed into one.
   int64_t geo_steps = 100;     ///< kGeo: local steps between two synchronisations.
   SplitMethod split_method = round_robin();
