@@ -18,8 +18,8 @@ struct Formula {
   double whole;
   double shared;
   int among;
-  double sent;  // In units of the parameters' bytes.
-  int units;    // At most beside it: gathered, and gradients on their way (docs/memory.md).
+  double sent;   // In units of the parameters' bytes.
+  double units;  // At most beside it: gathered, and gradients on their way.
 };
 
 std::string number(double value) {
@@ -48,13 +48,18 @@ double others(int ranks) {
   return static_cast<double>(ranks - 1) / ranks;
 }
 
+// The share of a buffer that ranks send to one that has its own part and sums the rest.
+double others_to_sum(int ranks) {
+  return static_cast<double>(std::max(0, ranks - 2)) / ranks;
+}
+
 double rank_memory(const AdviceRequest& request) {
   return static_cast<double>(request.host_memory_bytes) / request.local_world_size;
 }
 
-// What of the model is gathered at once, beside what the formulas count: units while one computes,
-// or the whole model when there are no gradients.
-double gathered(const Formula& formula, const AdviceRequest& request) {
+// Beside what the formulas count: units that are gathered and their gradients on their way, or the
+// whole model when there are no gradients.
+double on_the_way(const Formula& formula, const AdviceRequest& request) {
   const double units = 4.0 * formula.units * static_cast<double>(request.largest_unit);
   const double whole = 4.0 * static_cast<double>(request.parameters) * others(formula.among);
   return request.gathers_whole && formula.whole == 0 ? std::max(units, whole) : units;
@@ -66,14 +71,14 @@ StrategyFit fit(const Formula& formula, const AdviceRequest& request) {
   // Under ddp one of the host's ranks has all copies, else each has those of its share.
   const double saved =
       request.saved_bytes / (formula.shared == 0 ? request.local_world_size : formula.among);
-  const double beside = gathered(formula, request);
+  const double beside = on_the_way(formula, request);
   StrategyFit result{.strategy = formula.strategy,
                      .bytes = (each + saved) * parameters + beside,
                      .sent = formula.sent};
   result.fits = result.bytes <= kShareAtRest * rank_memory(request);
   result.reason = number(each) + " bytes a parameter" +
                   (saved > 0 ? ", " + number(saved) + " more in copies to be saved" : "") +
-                  (beside > 0 ? " and " + readable_bytes(beside) + " gathered at once" : "") +
+                  (beside > 0 ? " and " + readable_bytes(beside) + " on the way" : "") +
                   ": " + readable_bytes(result.bytes) + (result.fits ? " of " : ", more than ") +
                   readable_bytes(kShareAtRest * rank_memory(request)) + "; sends " +
                   number(result.sent) + " times the parameters a step";
@@ -81,7 +86,7 @@ StrategyFit fit(const Formula& formula, const AdviceRequest& request) {
 }
 
 Formula zero3_on(int ranks) {
-  return {"zero3", 0, 16, ranks, 3 * others(ranks), 4};
+  return {"zero3", 0, 16, ranks, 3 * others(ranks), 4 + others_to_sum(ranks)};
 }
 
 // Ranks, as many on each host, with which zero3 fits; nothing if no number does.
@@ -105,12 +110,13 @@ std::string why(const std::string& strategy) {
 StrategyAdvice advise_without_remedy(const AdviceRequest& request) {
   const int ranks = request.world_size, local = request.local_world_size;
   std::vector<Formula> formulas = {{"ddp", 16, 0, 1, 2 * others(ranks), 0},
-                                   {"zero1", 8, 8, ranks, 2 * others(ranks), 1},
-                                   {"zero2", 4, 12, ranks, 2 * others(ranks), 3},
+                                   {"zero1", 8, 8, ranks, 2 * others(ranks), 1 + 2 * others_to_sum(ranks)},
+                                   {"zero2", 4, 12, ranks, 2 * others(ranks), 3 + 2 * others_to_sum(ranks)},
                                    zero3_on(ranks)};
   if (ranks > local && local > 1) {
     const double across = 2 * others(ranks / local) / local;
-    formulas.push_back({"hybrid", 0, 16, local, 3 * others(local) + across, 4});
+    formulas.push_back({"hybrid", 0, 16, local, 3 * others(local) + across,
+                        4 + others_to_sum(local)});
   }
   StrategyAdvice advice;
   for (const Formula& formula : formulas) advice.strategies.push_back(fit(formula, request));
@@ -164,8 +170,8 @@ StrategyAdvice advise(const AdviceRequest& request) {
       "none fits on " + std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks") +
       (enough
            ? ": zero3 does on " + std::to_string(*enough) + ", " + std::to_string(local) + " a host"
-           : ", nor on more, for a rank must gather " +
-                 readable_bytes(gathered(zero3_on(1 << 20), request)) + " of the model at once");
+           : ", nor on more: gathered units and their gradients take " +
+                 readable_bytes(on_the_way(zero3_on(1 << 20), request)) + " of a rank");
   return advice;
 }
 

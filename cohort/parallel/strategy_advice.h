@@ -6,8 +6,8 @@
 // 16), of P parameters on N ranks, H of them on each host:
 //   ddp 16 P    zero1 (8 + 8/N) P    zero2 (4 + 12/N) P    zero3 16/N P    hybrid 16/H P
 // and 4 bytes a parameter of the largest unit, for what is gathered and for gradients on their way:
-// once with zero1, three times with zero2, four times with zero3 and hybrid (docs/memory.md; what
-// other ranks send to more than two is left out). Activations come on top.
+// 1 + 2 (N-2)/N times with zero1, 3 + 2 (N-2)/N times with zero2, 4 + (N-2)/N times with zero3, and
+// 4 + (H-2)/H times with hybrid (docs/collectives.md). Activations come on top.
 // What a rank sends in a step, in units of 4 P bytes:
 // 2 (N-1)/N, with zero3 3 (N-1)/N; with hybrid 3 (H-1)/H within its host, and 2/H (M-1)/M across M
 // hosts. Where K ranks compute one model (tensor parallel), each of these with P/K parameters on

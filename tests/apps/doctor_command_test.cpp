@@ -110,8 +110,8 @@ TEST(DoctorCommandTest, SuggestsAStrategyForANumberOfParameters) {
   // more than four units.
   const double unit = 4 * advice["largest_unit"].get<double>();
   EXPECT_EQ(bytes, (std::map<std::string, double>{{"ddp", 24e9 + 12e9},
-                                                  {"zero1", 13.5e9 + 3e9 + unit},
-                                                  {"zero2", 8.25e9 + 3e9 + 3 * unit},
+                                                  {"zero1", 13.5e9 + 3e9 + 2.5 * unit},
+                                                  {"zero2", 8.25e9 + 3e9 + 4.5 * unit},
                                                   {"zero3", 3e9 + 3e9 + 5.25e9},
                                                   {"hybrid", 12e9 + 12e9 + 4 * unit}}));
   EXPECT_EQ(facts("--no-measure --model 1k --ranks 1")["advice"]["chosen"], "ddp");

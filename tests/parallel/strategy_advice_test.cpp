@@ -27,9 +27,9 @@ TEST(StrategyAdviceTest, BytesAndTrafficAreThoseOfTheFormulas) {
                                     .host_memory_bytes = 64 * kGib}));
   ASSERT_EQ(four.size(), 4) << "one host has nothing to be hybrid with";
   EXPECT_DOUBLE_EQ(four.at("ddp").bytes, 1600e6);
-  EXPECT_DOUBLE_EQ(four.at("zero1").bytes, 1000e6 + 40e6);
-  EXPECT_DOUBLE_EQ(four.at("zero2").bytes, 700e6 + 120e6);
-  EXPECT_DOUBLE_EQ(four.at("zero3").bytes, 400e6 + 160e6);
+  EXPECT_DOUBLE_EQ(four.at("zero1").bytes, 1000e6 + 40e6 * 2);
+  EXPECT_DOUBLE_EQ(four.at("zero2").bytes, 700e6 + 40e6 * 4);
+  EXPECT_DOUBLE_EQ(four.at("zero3").bytes, 400e6 + 40e6 * 4.5);
   for (const char* strategy : {"ddp", "zero1", "zero2"})
     EXPECT_DOUBLE_EQ(four.at(strategy).sent, 1.5) << strategy;
   EXPECT_DOUBLE_EQ(four.at("zero3").sent, 2.25);
@@ -78,8 +78,8 @@ TEST(StrategyAdviceTest, WhereNothingFitsItSaysWhatWould) {
   EXPECT_EQ(advise(request).chosen, "zero3");
   request.largest_unit = 100 * kMillion;
   EXPECT_EQ(advise(request).reason,
-            "none fits on 24 ranks, nor on more, for a rank must gather 1.49 GiB of the model at "
-            "once");
+            "none fits on 24 ranks, nor on more: gathered units and their gradients take 1.86 GiB of a "
+            "rank");
 }
 
 TEST(StrategyAdviceTest, WhatAProgramKeepsBesideCounts) {
@@ -92,13 +92,13 @@ TEST(StrategyAdviceTest, WhatAProgramKeepsBesideCounts) {
                               .gathers_whole = true};
   const auto found = by_name(advise(request));
   EXPECT_DOUBLE_EQ(found.at("ddp").bytes, 1600e6 + 1600e6 / 4) << "one rank of the host's four";
-  EXPECT_DOUBLE_EQ(found.at("zero1").bytes, 900e6 + 200e6 + 40e6);
-  EXPECT_DOUBLE_EQ(found.at("zero2").bytes, 550e6 + 200e6 + 120e6);
+  EXPECT_DOUBLE_EQ(found.at("zero1").bytes, 900e6 + 200e6 + 40e6 * 2.5);
+  EXPECT_DOUBLE_EQ(found.at("zero2").bytes, 550e6 + 200e6 + 40e6 * 4.5);
   EXPECT_DOUBLE_EQ(found.at("zero3").bytes, 200e6 + 200e6 + 350e6) << "whole, without gradients";
   EXPECT_DOUBLE_EQ(found.at("hybrid").bytes, 400e6 + 400e6 + 300e6);
   AdviceRequest large = request;
   large.largest_unit = 60 * kMillion;
-  EXPECT_DOUBLE_EQ(by_name(advise(large)).at("zero3").bytes, 400e6 + 960e6) << "the larger of both";
+  EXPECT_DOUBLE_EQ(by_name(advise(large)).at("zero3").bytes, 400e6 + 240e6 * 4.75) << "the larger of both";
   EXPECT_NE(found.at("zero1").reason.find("9 bytes a parameter, 2 more in copies to be saved"),
             std::string::npos)
       << found.at("zero1").reason;
@@ -126,8 +126,8 @@ TEST(StrategyAdviceTest, RanksComputeOneModelWhereNothingElseFits) {
   EXPECT_FALSE(with(7.9).chosen);
   EXPECT_EQ(with(7).reason, "none fits on 4 ranks: zero3 does on 12, 4 a host");
   EXPECT_EQ(with(3.9).reason,
-            "none fits on 4 ranks, nor on more, for a rank must gather 3.73 GiB of the model at "
-            "once");
+            "none fits on 4 ranks, nor on more: gathered units and their gradients take 4.66 GiB of a "
+            "rank");
 }
 
 TEST(StrategyAdviceTest, NumbersOutOfRangeAreRefused) {
