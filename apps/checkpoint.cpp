@@ -155,10 +155,6 @@ cohort::CheckpointThere what_becomes(bool overwrite) {
 int consolidate(const ConsolidateFlags& flags) {
   StoredCheckpoint checkpoint(flags.folder);
   const auto parts = flags.parts.empty() ? checkpoint.parts() : flags.parts;
-  // Nothing is written of a checkpoint whose files are missing or damaged.
-  for (const std::string& part : parts)
-    for (const auto& [name, tensor] : checkpoint.part(part))
-      for (const auto& [key, range] : tensor.ranges) checkpoint.file(key);
   cohort::consolidate_checkpoint(checkpoint, parts, flags.output, what_becomes(flags.overwrite));
   std::printf("%s: %s\n", flags.output.c_str(), counted(parts.size(), "part").c_str());
   return cohort::kExitOk;

@@ -383,6 +383,10 @@ static void write_whole(StoredCheckpoint& checkpoint, const std::vector<std::str
                         const std::string& folder) {
   const Manifest& from = checkpoint.manifest();
   Manifest manifest{.update = from.update, .metadata = from.metadata};
+  // Of a checkpoint with a missing or damaged file nothing is written.
+  for (const std::string& part : parts)
+    for (const auto& [name, stored] : checkpoint.part(part))
+      for (const auto& [key, ranges] : stored.ranges) checkpoint.file(key);
   for (const std::string& part : parts) {
     std::vector<TensorPieces> content;
     auto& tensors = manifest.parts[part];
