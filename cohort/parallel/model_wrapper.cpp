@@ -36,7 +36,8 @@ double ModelWrapper::gradient_norm(CallSite site) const {
   const CallSiteScope scope(site);
   TORCH_CHECK_VALUE(engine().num_no_sync_ == 0,
                     "gradient_norm: within no_sync() gradients are this rank's own: expected it "
-                    "after the backward outside of it, which averages them");
+                    "after the backward outside of it, which averages them "
+                    "(torch::nn::utils::clip_grad_norm_ clips this rank's own)");
   const auto& layout = ranks_.tensor_parallel;
   std::vector<at::Tensor> parameters;
   std::vector<int> copies;

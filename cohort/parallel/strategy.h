@@ -58,6 +58,12 @@ comm::ProcessGroup checkpoint_writers_of(const DeviceMesh& mesh, Strategy strate
 std::vector<LocalShard> full_shards_of(const torch::nn::Module& module);
 /// The same of every parameter and buffer, under every name that it has.
 std::vector<LocalShard> whole_state_of(const torch::nn::Module& module);
+/// Errors: c10::ValueError where parameters have a lower precision's type now.
+template <class Holder>
+std::vector<LocalShard> whole_state_of(const DistributedDataParallel<Holder>& model) {
+  model.engine().check_masters();
+  return whole_state_of(*model.module());
+}
 
 /// Wraps a module holder in DistributedDataParallel or FullyShardedDataParallel, as the strategy
 /// says.
@@ -100,13 +106,13 @@ class ParallelModel : public ModelHandle<Holder> {
   /// makes a checkpoint's part of it.
   /// Errors: c10::ValueError under DDP between a forward in mixed precision and its backward.
   std::vector<LocalShard> state_to_save() const {
-    return parts_.ddp ? whole_state() : sharded().engine().state_to_save();
+    return parts_.ddp ? whole_state_of(*parts_.ddp) : sharded().engine().state_to_save();
   }
   /// What every rank fills from a checkpoint, whatever strategy wrote it: all ranks get the first
   /// writer's buffers.
   /// Errors: as state_to_save.
   std::vector<LocalShard> state_to_load() const {
-    return parts_.ddp ? whole_state() : sharded().engine().state_to_load();
+    return parts_.ddp ? whole_state_of(*parts_.ddp) : sharded().engine().state_to_load();
   }
 
   /// Whether ranks hold different shards or parts: then every rank reads a checkpoint, else any one.
@@ -148,11 +154,6 @@ class ParallelModel : public ModelHandle<Holder> {
       : ModelHandle<Holder>(parts.module(), parts.wrapper().engine().shared_from_this(),
                             parts.wrapper().ranks()),
         parts_(std::move(parts)) {}
-  // Under kDdp. Errors: c10::ValueError where parameters have a lower precision's type now.
-  std::vector<LocalShard> whole_state() const {
-    parts_.ddp->engine().check_masters();
-    return whole_state_of(**this);
-  }
   const FullyShardedDataParallel<Holder>& sharded() const { return *parts_.sharded; }
   FullyShardedDataParallel<Holder>& sharded() { return *parts_.sharded; }
 

@@ -72,8 +72,7 @@ struct ModelState {
 
 template <class Holder>
 ModelState state_of(const parallel::DistributedDataParallel<Holder>& model) {
-  model.engine().check_masters();
-  const auto state = parallel::whole_state_of(*model.module());
+  const auto state = parallel::whole_state_of(model);
   return {model.ranks(), model.engine().group().rank() == 0, state, state,
           parallel::full_shards_of(*model.module())};
 }
