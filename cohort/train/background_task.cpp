@@ -23,9 +23,7 @@ void lower_priority() {
   ::setpriority(PRIO_PROCESS, thread, ::getpriority(PRIO_PROCESS, thread) + 10);
 }
 
-// Those of this process.
 struct Tasks {
-  const pid_t process = ::getpid();
   std::mutex mutex;
   std::set<BackgroundTask*> all;
 };
@@ -37,9 +35,9 @@ Tasks& tasks() {
 }
 
 void wait_for_all() {
-  if (::getpid() != tasks().process) return;  // A forked process has no thread of its parent.
   const std::scoped_lock lock(tasks().mutex);
-  for (BackgroundTask* task : tasks().all) task->wait_idle();
+  for (BackgroundTask* task : tasks().all)
+    if (task->is_of_this_process()) task->wait_idle();
 }
 
 // OpenSSL, by which works make checksums, is taken down by exit() in a function that it registers

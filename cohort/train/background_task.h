@@ -6,15 +6,17 @@
 #include <functional>
 #include <mutex>
 #include <string>
+#include <sys/types.h>
 #include <thread>
+#include <unistd.h>
 
 namespace cohort::train {
 
 /// Training comes first: the thread's niceness is its process's and 10. Where all cores are busy,
 /// it gets what training leaves over, when it waits for other ranks say, and a tenth of a core.
 /// Threads: one caller. The destructor waits for what runs. exit() does, too, while OpenSSL and the
-///          static objects that are older than the first task are still there; but not in a
-///          process that was forked after the first task.
+///          static objects that are older than the first task are still there; in a forked
+///          process, for the tasks that were made in it.
 class BackgroundTask {
  public:
   explicit BackgroundTask(const std::string& thread_name);
@@ -30,6 +32,8 @@ class BackgroundTask {
   /// Errors: of the works since the last call, the first that was thrown.
   void wait();
   bool busy() const;
+  /// Whether the thread is one of this process, not of one that forked it.
+  bool is_of_this_process() const { return process_ == ::getpid(); }
 
  private:
   void run();
@@ -39,6 +43,7 @@ class BackgroundTask {
   std::function<void()> work_;  // Guarded by mutex_, as the two below; stays until it is done.
   std::exception_ptr error_;
   bool stop_ = false;
+  const pid_t process_ = ::getpid();  // A process that it forks has no such thread.
   std::thread thread_;
 };
 

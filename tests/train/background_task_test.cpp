@@ -6,9 +6,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <gtest/gtest.h>
+#include <mutex>
 #include <sched.h>
 #include <stdexcept>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
 
@@ -46,19 +48,39 @@ TEST(BackgroundTaskTest, TheFirstErrorIsToldOnce) {
 }
 
 // A program may exit while a save runs, or keep its handle in a static variable.
+[[noreturn]] void exit_while_a_task_runs() {
+  auto* const task = new BackgroundTask("test");
+  task->start([] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    Sha256 checksum;
+    checksum.update("a save");
+    std::fprintf(stderr, "wrote %zu digits", checksum.hex().size());
+  });
+  std::exit(0);
+}
+
 TEST(BackgroundTaskTest, ExitWaitsForWhatRuns) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  const auto leave = [] {
-    auto* const task = new BackgroundTask("test");
-    task->start([] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(300));
-      Sha256 checksum;
-      checksum.update("a save");
-      std::fprintf(stderr, "wrote %zu digits", checksum.hex().size());
-    });
-    std::exit(0);
+  EXPECT_EXIT(exit_while_a_task_runs(), testing::ExitedWithCode(0), "wrote 64 digits");
+}
+
+// It waits for its own task, and not for the parent's, whose thread it does not have.
+TEST(BackgroundTaskTest, SoDoesAForkedProcessForItsOwn) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto fork_and_wait = [] {
+    std::mutex mutex;
+    std::unique_lock lock(mutex);
+    BackgroundTask of_parent("parent");
+    of_parent.start([&] { const std::scoped_lock until_the_child_has_ended(mutex); });
+    const pid_t child = ::fork();
+    if (child == 0) exit_while_a_task_runs();
+    int status = -1;
+    ::waitpid(child, &status, 0);
+    lock.unlock();
+    of_parent.wait();
+    std::_Exit(WIFEXITED(status) ? WEXITSTATUS(status) : 100);
   };
-  EXPECT_EXIT(leave(), testing::ExitedWithCode(0), "wrote 64 digits");
+  EXPECT_EXIT(fork_and_wait(), testing::ExitedWithCode(0), "wrote 64 digits");
 }
 
 }  // namespace background_task_test
