@@ -8,7 +8,7 @@
 namespace cohort {
 namespace {
 
-constexpr std::array kSignals = {SIGTERM, SIGINT};
+constexpr std::array kSignals = {SIGTERM, SIGINT, SIGHUP};
 std::atomic<int> received{0};
 std::array<struct sigaction, kSignals.size()> earlier{};
 static_assert(std::atomic<int>::is_always_lock_free, "it is written by a signal handler");
@@ -25,7 +25,11 @@ StopRequest::StopRequest() {
   action.sa_handler = note;
   action.sa_flags = SA_RESTART | static_cast<int>(SA_RESETHAND);
   sigemptyset(&action.sa_mask);
-  for (size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &action, &earlier[i]);
+  for (size_t i = 0; i < kSignals.size(); ++i) {
+    sigaction(kSignals[i], &action, &earlier[i]);
+    const bool outlives_terminal = kSignals[i] == SIGHUP && earlier[i].sa_handler == SIG_IGN;
+    if (outlives_terminal) sigaction(SIGHUP, &earlier[i], nullptr);  // nohup
+  }
 }
 
 StopRequest::~StopRequest() {

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// A request to stop, made by SIGTERM or SIGINT, that a program follows at the next good moment.
+// A request to stop, made by SIGTERM, SIGINT or SIGHUP (its terminal is gone), that a program follows
+// at the next good moment.
 #pragma once
 
 namespace cohort {
 
-/// While it lives, the first SIGTERM or SIGINT only sets a flag; a second one ends the program as
-/// if there were no handler. One at a time in a program.
+/// While it lives, the first of each of these signals only sets a flag; a second one ends the program
+/// as if there were no handler. Under nohup, SIGHUP stays ignored. One at a time in a program.
 class StopRequest {
  public:
   StopRequest();

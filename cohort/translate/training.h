@@ -13,7 +13,7 @@ namespace cohort::translate {
 
 struct TrainingResult {
   std::string stop_reason;    ///< Why the run ended, a sentence.
-  bool was_asked_to = false;  ///< By SIGTERM or SIGINT, before any goal of its own was reached.
+  bool was_asked_to = false;  ///< By a signal (StopRequest), before any goal of its own was reached.
   int64_t epochs = 0;
   int64_t updates = 0;
   std::optional<ValidScores> best;  ///< Of the weights in best/, once there are any.
@@ -26,7 +26,7 @@ struct TrainingResult {
 /// A run with last/ in its folder resumes: on the same number of ranks the result is bit-equal to a
 /// run that was never stopped; on another, the epoch continues with the sentences that it has not
 /// seen. With servers such a folder is refused: last/ then has no moments, which are the
-/// servers'. SIGTERM and SIGINT, to any rank, end the run after the update at hand with last/
+/// servers'. SIGTERM, SIGINT and SIGHUP, to any rank, end the run after the update at hand with last/
 /// written.
 ///
 /// Collective; blocks until the run ends; every rank stops at the same update for the same reason.

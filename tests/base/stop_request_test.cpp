@@ -2,13 +2,14 @@
 #include "cohort/base/stop_request.h"
 
 #include <csignal>
+#include <cstdlib>
 #include <gtest/gtest.h>
 
 namespace cohort {
 namespace stop_request_test {
 
 TEST(StopRequestTest, TheFirstSignalIsNoted) {
-  for (const int signal : {SIGTERM, SIGINT}) {
+  for (const int signal : {SIGTERM, SIGINT, SIGHUP}) {
     const StopRequest request;
     EXPECT_EQ(request.signal(), 0);
     std::raise(signal);
@@ -24,6 +25,19 @@ TEST(StopRequestTest, TheSecondEndsTheProgram) {
         std::raise(SIGTERM);
       },
       testing::KilledBySignal(SIGTERM), "");
+}
+
+// nohup starts programs so.
+TEST(StopRequestTest, ANohupStaysInForce) {
+  EXPECT_EXIT(
+      {
+        std::signal(SIGHUP, SIG_IGN);
+        const StopRequest request;
+        std::raise(SIGHUP);
+        std::raise(SIGHUP);
+        std::exit(request.signal());
+      },
+      testing::ExitedWithCode(0), "");
 }
 
 TEST(StopRequestTest, AfterItsLifeSignalsDoWhatTheyDidBefore) {
