@@ -122,6 +122,14 @@ std::string unknown_of(const CLI::App& app) {
   return word + ": there is no such flag or command";
 }
 
+// A flag that `command` needs, or one of its commands.
+std::string missing_of(const CLI::App& command, const CLI::RequiredError& error) {
+  std::vector<std::string> words;
+  for (const CLI::App* sub : command.get_subcommands([](const CLI::App*) { return true; }))
+    if (!sub->get_group().empty()) words.push_back(sub->get_name());
+  return words.empty() ? error.what() : "no command: expected " + any_of(words);
+}
+
 // `hint` of the program, about one of its commands: "cohort nmt train --help lists flags".
 std::string advice_of(const std::string& hint, const std::vector<std::string>& command) {
   const size_t help = hint.find(" --help");
@@ -168,7 +176,7 @@ std::optional<int> parse(CLI::App& app, std::vector<std::string> arguments,
   } catch (const CLI::RequiredError& error) {
     // What was written wrongly explains more than what is therefore missing.
     const bool has_unknown = !app.remaining(/*recurse=*/true).empty();
-    throw ConfigError((has_unknown ? unknown_of(app) : error.what()) + advice);
+    throw ConfigError((has_unknown ? unknown_of(app) : missing_of(*command, error)) + advice);
   } catch (const CLI::ExtrasError&) {
     throw ConfigError(unknown_of(app) + advice);
   } catch (const CLI::ParseError& error) {
