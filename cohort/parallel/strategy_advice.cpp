@@ -78,8 +78,8 @@ StrategyFit fit(const Formula& formula, const AdviceRequest& request) {
   result.fits = result.bytes <= kShareAtRest * rank_memory(request);
   result.reason = number(each) + " bytes a parameter" +
                   (saved > 0 ? ", " + number(saved) + " more in copies to be saved" : "") +
-                  (beside > 0 ? " and " + readable_bytes(beside) + " on the way" : "") +
-                  ": " + readable_bytes(result.bytes) + (result.fits ? " of " : ", more than ") +
+                  (beside > 0 ? " and " + readable_bytes(beside) + " on the way" : "") + ": " +
+                  readable_bytes(result.bytes) + (result.fits ? " of " : ", more than ") +
                   readable_bytes(kShareAtRest * rank_memory(request)) + "; sends " +
                   number(result.sent) + " times the parameters a step";
   return result;
@@ -109,14 +109,15 @@ std::string why(const std::string& strategy) {
 // Without advice on what would fit where nothing does.
 StrategyAdvice advise_without_remedy(const AdviceRequest& request) {
   const int ranks = request.world_size, local = request.local_world_size;
-  std::vector<Formula> formulas = {{"ddp", 16, 0, 1, 2 * others(ranks), 0},
-                                   {"zero1", 8, 8, ranks, 2 * others(ranks), 1 + 2 * others_to_sum(ranks)},
-                                   {"zero2", 4, 12, ranks, 2 * others(ranks), 3 + 2 * others_to_sum(ranks)},
-                                   zero3_on(ranks)};
+  std::vector<Formula> formulas = {
+      {"ddp", 16, 0, 1, 2 * others(ranks), 0},
+      {"zero1", 8, 8, ranks, 2 * others(ranks), 1 + 2 * others_to_sum(ranks)},
+      {"zero2", 4, 12, ranks, 2 * others(ranks), 3 + 2 * others_to_sum(ranks)},
+      zero3_on(ranks)};
   if (ranks > local && local > 1) {
     const double across = 2 * others(ranks / local) / local;
-    formulas.push_back({"hybrid", 0, 16, local, 3 * others(local) + across,
-                        4 + others_to_sum(local)});
+    formulas.push_back(
+        {"hybrid", 0, 16, local, 3 * others(local) + across, 4 + others_to_sum(local)});
   }
   StrategyAdvice advice;
   for (const Formula& formula : formulas) advice.strategies.push_back(fit(formula, request));

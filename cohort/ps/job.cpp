@@ -90,8 +90,8 @@ void validate(const JobOptions& options) {
             ", got " + std::to_string(options.max_trainers));
   check(options.servers >= 1, "expected at least 1 server");
   check(options.max_staleness >= -1, "max_staleness: expected -1 (no bound) or more");
-  check(options.batch_size >= 0, "batch_size: expected 0 (not given) or more, got " +
-                                     std::to_string(options.batch_size));
+  check(options.batch_size >= 0,
+        "batch_size: expected 0 (not given) or more, got " + std::to_string(options.batch_size));
   validate(options.dense_rule);
   for (const BlockOptions& block : options.blocks) {
     const std::string name = "block of '" + block.parameter + "': ";

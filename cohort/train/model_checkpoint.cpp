@@ -109,9 +109,10 @@ SaveHandle async_save_state(const ModelState& model, const OptimizerState& optim
 
 IncompatibleKeys load_state(const ModelState& model, const OptimizerState& optimizer,
                             const std::string& path, const LoadOptions& options, CallSite site) {
-  TORCH_CHECK_VALUE(!model.shows_copies,
-                    "checkpoint: load within unsharded(): expected it after the guard has ended, which "
-                    "shows the values of before the load until then");
+  TORCH_CHECK_VALUE(
+      !model.shows_copies,
+      "checkpoint: load within unsharded(): expected it after the guard has ended, which "
+      "shows the values of before the load until then");
   optim::Adam* const adam = adam_of(optimizer);
   torch::optim::Optimizer* const other = torch_of(optimizer);
   std::optional<train::OptimizerLoad> load;

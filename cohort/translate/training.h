@@ -12,8 +12,9 @@
 namespace cohort::translate {
 
 struct TrainingResult {
-  std::string stop_reason;    ///< Why the run ended, a sentence.
-  bool was_asked_to = false;  ///< By a signal (StopRequest), before any goal of its own was reached.
+  std::string stop_reason;  ///< Why the run ended, a sentence.
+  bool was_asked_to =
+      false;  ///< By a signal (StopRequest), before any goal of its own was reached.
   int64_t epochs = 0;
   int64_t updates = 0;
   std::optional<ValidScores> best;  ///< Of the weights in best/, once there are any.

@@ -364,9 +364,9 @@ TEST_F(CtrCommandTest, ARunThatEndsBeforeTheServersStepsIsRefused) {
 // Steps of another size are other examples: some would be left out, or learned twice.
 TEST_F(CtrCommandTest, AnotherBatchThanTheResumedJobsIsRefused) {
   generated(2000);
-  const std::string run = "timeout 60 " + bin("cohort") + " run --servers 1 --trainers 1 --log-dir " +
-                          (folder_ / "logs").string() + " -- " + bin("ctr") + " train --data " +
-                          (folder_ / "data").string() + " --epochs 2 --batch ";
+  const std::string run = "timeout 60 " + bin("cohort") +
+                          " run --servers 1 --trainers 1 --log-dir " + folder_ / "logs" + " -- " +
+                          bin("ctr") + " train --data " + folder_ / "data" + " --epochs 2 --batch ";
   ASSERT_EQ(shell(run + "64 --max-steps 10").code, 0);
   expect_refused(run + "32", "/batch_size is 64, this trainer's 32");
   expect_refused(run + "128", "/batch_size is 64, this trainer's 128");

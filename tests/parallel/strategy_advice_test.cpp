@@ -77,9 +77,10 @@ TEST(StrategyAdviceTest, WhereNothingFitsItSaysWhatWould) {
   request.world_size = 24;
   EXPECT_EQ(advise(request).chosen, "zero3");
   request.largest_unit = 100 * kMillion;
-  EXPECT_EQ(advise(request).reason,
-            "none fits on 24 ranks, nor on more: gathered units and their gradients take 1.86 GiB of a "
-            "rank");
+  EXPECT_EQ(
+      advise(request).reason,
+      "none fits on 24 ranks, nor on more: gathered units and their gradients take 1.86 GiB of a "
+      "rank");
 }
 
 TEST(StrategyAdviceTest, WhatAProgramKeepsBesideCounts) {
@@ -98,7 +99,8 @@ TEST(StrategyAdviceTest, WhatAProgramKeepsBesideCounts) {
   EXPECT_DOUBLE_EQ(found.at("hybrid").bytes, 400e6 + 400e6 + 300e6);
   AdviceRequest large = request;
   large.largest_unit = 60 * kMillion;
-  EXPECT_DOUBLE_EQ(by_name(advise(large)).at("zero3").bytes, 400e6 + 240e6 * 4.75) << "the larger of both";
+  EXPECT_DOUBLE_EQ(by_name(advise(large)).at("zero3").bytes, 400e6 + 240e6 * 4.75)
+      << "the larger of both";
   EXPECT_NE(found.at("zero1").reason.find("9 bytes a parameter, 2 more in copies to be saved"),
             std::string::npos)
       << found.at("zero1").reason;
@@ -125,9 +127,10 @@ TEST(StrategyAdviceTest, RanksComputeOneModelWhereNothingElseFits) {
   EXPECT_EQ(with(8.1).chosen, "ddp");
   EXPECT_FALSE(with(7.9).chosen);
   EXPECT_EQ(with(7).reason, "none fits on 4 ranks: zero3 does on 12, 4 a host");
-  EXPECT_EQ(with(3.9).reason,
-            "none fits on 4 ranks, nor on more: gathered units and their gradients take 4.66 GiB of a "
-            "rank");
+  EXPECT_EQ(
+      with(3.9).reason,
+      "none fits on 4 ranks, nor on more: gathered units and their gradients take 4.66 GiB of a "
+      "rank");
 }
 
 TEST(StrategyAdviceTest, NumbersOutOfRangeAreRefused) {
