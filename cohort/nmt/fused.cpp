@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/nmt/fused.h"
 
+#include <ATen/ScalarOps.h>
 #include <ATen/record_function.h>
 #include <algorithm>
 #include <c10/util/accumulate.h>
@@ -15,6 +16,7 @@
 
 #include "cohort/nmt/kernels/cpu/for_type.h"
 #include "cohort/nmt/kernels/kernels.h"
+#include "cohort/optim/gradient_memory.h"
 
 namespace cohort::nmt {
 namespace {
@@ -241,8 +243,23 @@ at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& b
   return out;
 }
 
+// A leaf's identity crosses to backward as a number: it is compared alone, and a saved leaf could not
+// be written to meanwhile.
+void save_identity(AutogradContext* context, const at::Tensor& weight) {
+  const auto* leaf = weight.is_leaf() ? weight.unsafeGetTensorImpl() : nullptr;
+  context->saved_data["parameter"] = static_cast<int64_t>(reinterpret_cast<intptr_t>(leaf));
+}
+
+// Memory for the gradient of the weight that was saved so, if somebody offers some.
+at::Tensor take_gradient_memory(AutogradContext* context, at::IntArrayRef sizes,
+                                at::ScalarType type) {
+  const auto leaf = static_cast<intptr_t>(context->saved_data["parameter"].toInt());
+  return optim::take_gradient_memory(reinterpret_cast<const at::TensorImpl*>(leaf), sizes, type);
+}
+
 // What a product of linear() keeps for its gradients, and those.
 void save_operands(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight) {
+  save_identity(context, weight);
   context->saved_data["x"] = x.sizes();
   context->saved_data["types"] = std::vector<int64_t>{static_cast<int64_t>(x.scalar_type()),
                                                       static_cast<int64_t>(weight.scalar_type())};
@@ -258,7 +275,9 @@ variable_list operand_gradients(AutogradContext* context, const at::Tensor& grad
                      .to(static_cast<at::ScalarType>(types[0]));
   }
   if (context->needs_input_grad(1)) {
-    results[1] = at::empty(w.sizes(), w.options().dtype(static_cast<at::ScalarType>(types[1])));
+    const auto type = static_cast<at::ScalarType>(types[1]);
+    results[1] = take_gradient_memory(context, w.sizes(), type);
+    if (!results[1].defined()) results[1] = at::empty(w.sizes(), w.options().dtype(type));
     weight_gradient(grad, rows, results[1]);
   }
   return results;
@@ -365,16 +384,44 @@ struct FusedAttention : torch::autograd::Function<FusedAttention> {
   }
 };
 
-// x times a scalar tensor, which is not read back from its device. May write into x.
-at::Tensor scaled(const at::Tensor& x, const at::Tensor& factor) {
+struct Embedding : torch::autograd::Function<Embedding> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& table,
+                            const at::Tensor& ids) {
+    save_identity(context, table);
+    context->saved_data["type"] = table.scalar_type();
+    context->saved_data["rows"] = table.size(0);
+    context->save_for_backward({ids});
+    return at::embedding(table, ids);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    refuse_second_derivative();
+    const at::Tensor ids = context->get_saved_variables()[0];
+    const int64_t rows = context->saved_data["rows"].toInt(), width = grads[0].size(-1);
+    const at::Tensor memory =
+        take_gradient_memory(context, {rows, width}, context->saved_data["type"].toScalarType());
+    if (!memory.defined()) {
+      return {at::embedding_dense_backward(grads[0], ids, rows, /*padding_idx=*/-1,
+                                           /*scale_grad_by_freq=*/false),
+              at::Tensor()};
+    }
+    memory.zero_().index_add_(0, ids.reshape(-1), grads[0].reshape({-1, width}));
+    return {memory, at::Tensor()};
+  }
+};
+
+// x times a scalar tensor, which is not read back from its device; into `memory`, if it is defined.
+// May write into x.
+at::Tensor scaled(const at::Tensor& x, const at::Tensor& factor, at::Tensor memory = {}) {
   if (!factor.is_cpu()) return (x.to(factor.scalar_type()) * factor).to(x.scalar_type());
   const double value = factor.item<double>();
+  if (memory.defined()) return at::mul_out(memory, x, at::native::wrapped_scalar_tensor(value));
   return value == 1 ? x : x.mul_(value);
 }
 
 constexpr int64_t kChunkRows = 1024;
 
-// Returns {loss, nll}; leaves gradients for a loss weight of 1 in the context.
+// Returns {loss, nll}; leaves gradients for a loss weight of 1 in the context. Of one chunk those of
+// the logits alone: backward makes the others, the weight's where it is wanted.
 struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
   static variable_list forward(AutogradContext* context, const at::Tensor& hidden,
                                const at::Tensor& weight, const at::Tensor& labels, double smoothing,
@@ -383,7 +430,8 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
     const auto wide = hidden.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     const at::Tensor w = weight.to(hidden.scalar_type());
     const int64_t rows = hidden.size(0);
-    at::Tensor grad_hidden = with_gradient ? at::empty_like(hidden) : at::Tensor();
+    const bool is_one_chunk = rows > 0 && rows <= kChunkRows;
+    at::Tensor grad_hidden = with_gradient && !is_one_chunk ? at::empty_like(hidden) : at::Tensor();
     at::Tensor grad_weight;
     const at::Tensor sums = at::zeros({2}, at::TensorOptions(hidden.device()).dtype(at::kDouble));
     for (int64_t first = 0; first < rows; first += kChunkRows) {
@@ -392,17 +440,20 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
       const at::Tensor logits = product(h, w.t());
       kernels_for(logits).cross_entropy(logits, labels.narrow(0, first, count), smoothing,
                                         with_gradient, sums);
-      if (!with_gradient) continue;
+      if (with_gradient && is_one_chunk) context->save_for_backward({logits, hidden, w});
+      if (!with_gradient || is_one_chunk) continue;
       at::Tensor grad_h = grad_hidden.narrow(0, first, count);
       multiply(logits, w, grad_h);
       if (first == 0) grad_weight = at::empty(w.sizes(), w.options().dtype(wide));
       weight_gradient(logits, h, grad_weight, /*has_earlier=*/first > 0);
     }
-    if (with_gradient) {
+    if (with_gradient && !is_one_chunk) {
       if (!grad_weight.defined()) grad_weight = at::zeros(w.sizes(), w.options().dtype(wide));
       context->saved_data["grad_hidden"] = grad_hidden;
       context->saved_data["grad_weight"] = grad_weight;
     }
+    context->saved_data["wide"] = wide;
+    save_identity(context, weight);
     at::Tensor loss = sums.select(0, 0).to(wide, /*non_blocking=*/false, /*copy=*/true);
     at::Tensor nll = sums.select(0, 1).clone();
     context->mark_non_differentiable({nll});
@@ -411,14 +462,35 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     refuse_second_derivative();
     // The gradients are scaled in place and given away.
-    TORCH_CHECK(context->saved_data.count("grad_hidden") != 0,
+    TORCH_CHECK(context->saved_data.count("wide") != 0,
                 "smoothed_cross_entropy: expected one backward, but its gradients were given away "
                 "in the first (retain_graph does not keep them)");
+    const variable_list results = context->saved_data.count("grad_weight") != 0
+                                      ? of_chunks(context, grads[0])
+                                      : of_one_chunk(context, grads[0]);
+    context->saved_data.clear();
+    return {results[0], results[1], at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+
+ private:
+  static variable_list of_chunks(AutogradContext* context, const at::Tensor& factor) {
     const at::Tensor grad_hidden = context->saved_data["grad_hidden"].toTensor();
     const at::Tensor grad_weight = context->saved_data["grad_weight"].toTensor();
-    context->saved_data.clear();
-    return {scaled(grad_hidden, grads[0]), scaled(grad_weight, grads[0]), at::Tensor(),
-            at::Tensor(), at::Tensor()};
+    const at::Tensor memory =
+        take_gradient_memory(context, grad_weight.sizes(), grad_weight.scalar_type());
+    return {scaled(grad_hidden, factor), scaled(grad_weight, factor, memory)};
+  }
+  static variable_list of_one_chunk(AutogradContext* context, const at::Tensor& factor) {
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor &logits = saved[0], &hidden = saved[1], &w = saved[2];
+    const at::ScalarType wide = context->saved_data["wide"].toScalarType();
+    at::Tensor grad_weight = take_gradient_memory(context, w.sizes(), wide);
+    if (!grad_weight.defined()) grad_weight = at::empty(w.sizes(), w.options().dtype(wide));
+    // Few rows are scaled faster than the whole weight; in a half type that would round them.
+    const bool scales_rows = hidden.scalar_type() == wide;
+    weight_gradient(logits, scales_rows ? hidden * factor : hidden, grad_weight);
+    return {scaled(product(logits, w), factor),
+            scales_rows ? grad_weight : scaled(grad_weight, factor)};
   }
 };
 
@@ -690,6 +762,11 @@ at::Tensor linear_relu_dropout(const at::Tensor& x, const at::Tensor& weight_MK,
 
 bool takes_packed_rows(const at::Tensor& tensor) {
   return kernels_for(tensor).attention.takes_packed;
+}
+
+at::Tensor embedding(const at::Tensor& table_VD, const at::Tensor& ids) {
+  return at::GradMode::is_enabled() ? Embedding::apply(table_VD, ids)
+                                    : at::embedding(table_VD, ids);
 }
 
 LossSums smoothed_cross_entropy(const at::Tensor& hidden_ND, const at::Tensor& weight_VD,

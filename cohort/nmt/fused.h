@@ -180,6 +180,10 @@ at::Tensor self_attention(const at::Tensor& qkv, const SentenceRows& rows,
 /// Whether attention takes packed rows on the tensor's device.
 bool takes_packed_rows(const at::Tensor& tensor);
 
+/// As torch::embedding: rows `ids` of `table_VD`, [..., D]. Its dense gradient is written where it
+/// is wanted (optim/gradient_memory.h), as those of weights here.
+at::Tensor embedding(const at::Tensor& table_VD, const at::Tensor& ids);
+
 /// Sums of a batch's losses, both scalars: `loss` with label smoothing (differentiable), `nll`
 /// without.
 struct LossSums {
@@ -189,13 +193,14 @@ struct LossSums {
 
 /// Projects hidden states to the vocabulary and sums label-smoothed cross-entropy over the rows.
 ///
-/// Rows are taken in chunks, so that [N, V] never exists in float32; with gradients enabled the
-/// forward computes them too, chunk by chunk, and backward only scales them: it runs once.
+/// Rows are taken in chunks of 1,024, so that [N, V] never exists at once; with gradients enabled the
+/// forward computes them too, chunk by chunk, and backward only scales them: it runs once. Of one
+/// chunk the forward computes the logits' gradient.
 ///
 /// Shapes:   hidden_ND in the compute type, weight_VD (any float type; cast to hidden's), labels_N
 ///           int64 in [0, V).
 /// Numerics: logits and their gradients in the compute type, losses summed in float32 or wider. So
-///           is the weight's gradient over the chunks, of 1,024 rows; a chunk's share of it may be
+///           is the weight's gradient over the chunks; a chunk's share of it may be
 ///           rounded to the compute type before, as in linear().
 /// Errors:   c10::ValueError for other shapes and labels; c10::Error from a second backward.
 /// Source:   Szegedy et al. 2016, arXiv:1512.00567, section 7, with the uniform share over all V.

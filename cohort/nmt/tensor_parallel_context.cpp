@@ -14,7 +14,7 @@ at::Tensor TensorParallelContext::gather_from_region(const at::Tensor& columns,
 at::Tensor TensorParallelContext::embed(const at::Tensor& table_VD, const at::Tensor& ids,
                                         int64_t vocabulary) const {
   TORCH_INTERNAL_ASSERT(table_VD.size(0) == vocabulary);
-  return at::embedding(table_VD, ids);
+  return nmt::embedding(table_VD, ids);
 }
 
 LossSums TensorParallelContext::cross_entropy(const at::Tensor& hidden_ND,

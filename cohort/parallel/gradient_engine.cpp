@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include "cohort/comm/shared_tensor.h"
+#include "cohort/parallel/comm_hooks/all_reduce.h"
 #include "cohort/parallel/comm_hooks/compress.h"
 #include "cohort/parallel/gradient_engine_impl.h"
 
@@ -86,8 +88,17 @@ void GradientEngine::Impl::make_reducer() {
       TORCH_CHECK_VALUE(!each.sparse_gradient,
                         "mixed_precision.reduce_dtype: expected no sparse gradient, got one of ",
                         each.name);
-    reducer->carry_by(compress_hook(*type, [this] { return divisor; }), group);
+    reducer->carry_by(compress_hook(*type, [this] { return divisor; }), "comm_hook");
+  } else if (comm::shares_tensors(group)) {
+    reducer->carry_by(all_reduce_hook([this] { return divisor; }));
   }
+}
+
+// The same on all ranks, also on those that shadow a step.
+void GradientEngine::Impl::choose_divisor(const std::optional<Round>& round) {
+  const bool by_active = round && !join->divide_by_initial_world_size;
+  divisor = by_active ? round->num_active : group.size();
+  reducer->set_divisor(divisor);
 }
 
 void GradientEngine::Impl::check_forms() const {
@@ -142,9 +153,7 @@ void GradientEngine::before_forward() {
     my.logger->set_runtime_stats_and_log();
     my.reducer->prepare_for_forward();
     my.group.translate_errors("forward", [&] { my.reducer->rebuild_buckets(); });
-    const bool by_active = round && !my.join->divide_by_initial_world_size;
-    my.divisor = by_active ? round->num_active : my.group.size();
-    my.reducer->set_divisor(my.divisor);
+    my.choose_divisor(round);
   }
   if (my.will_copy_buffers()) {
     broadcast_tensors(my.buffers, my.group, round ? round->first_active : 0);
@@ -223,7 +232,7 @@ void GradientEngine::register_comm_hook(CommHook hook, const std::string& name) 
                     "register_comm_hook: expected before the first step, got after ",
                     my.num_prepared);
   TORCH_CHECK_VALUE(!name.empty(), "register_comm_hook: expected a name");
-  my.reducer->carry_by(std::move(hook), my.group);
+  my.reducer->carry_by(std::move(hook), "comm_hook");
   my.logger->set_comm_hook(name);
   my.comm_hook = name;
 }

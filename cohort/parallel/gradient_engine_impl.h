@@ -80,6 +80,7 @@ struct GradientEngine::Impl : std::enable_shared_from_this<Impl> {
 
   Round notify_join_context(bool active, bool synchronizing);
   void shadow_collectives(const Round& round);
+  void choose_divisor(const std::optional<Round>& round);
 
   bool will_copy_buffers() const {
     return buffers_differ && options.broadcast_buffers && !buffers.empty();

@@ -38,7 +38,10 @@ Round GradientEngine::Impl::notify_join_context(bool active, bool synchronizing)
 
 void GradientEngine::Impl::shadow_collectives(const Round& round) {
   const bool synchronizes = round.num_synchronizing > 0;
-  if (synchronizes) group.translate_errors("join", [&] { reducer->rebuild_buckets(); });
+  if (synchronizes) {
+    group.translate_errors("join", [&] { reducer->rebuild_buckets(); });
+    choose_divisor(round);
+  }
   if (will_copy_buffers()) broadcast_tensors(buffers, group, round.first_active);
   buffers_differ = synchronizes;
   if (!synchronizes) return;

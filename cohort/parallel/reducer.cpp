@@ -74,6 +74,7 @@ BucketIndices Reducer::layout() const {
 bool Reducer::rebuild_buckets() {
   const bool rebuilt = c10d::Reducer::rebuild_buckets();
   if (rebuilt) move_buckets();
+  if (rebuilt && hook_ != nullptr) offer_buckets();
   return rebuilt;
 }
 
@@ -95,23 +96,39 @@ void Reducer::move_buckets() {
   }
 }
 
+// Without a hook c10d would divide what lies there in a pass of its own, where a copy divides on
+// the way.
+void Reducer::offer_buckets() {
+  if (!gradient_as_bucket_view_) return;
+  for (const Bucket& bucket : buckets_) {
+    if (!bucket.gradients.defined() || bucket.expect_sparse_gradient) continue;
+    for (size_t i = 0; i < bucket.variables.size(); ++i)
+      gradient_memory_.offer(bucket.variables[i],
+                             [view = bucket.bucket_views_in[i]] { return alias_of(view); });
+  }
+}
+
 class Reducer::HookAdapter : public c10d::CommHookInterface {
  public:
-  HookAdapter(CommHook hook, const comm::ProcessGroup& group, const Reducer& reducer)
-      : hook_(std::move(hook)), group_(group), reducer_(reducer) {}
+  explicit HookAdapter(const Reducer& reducer) : reducer_(reducer) {}
+  void carry_by(CommHook hook, const std::string& name) {
+    hook_ = std::move(hook);
+    name_ = name;
+  }
 
   TensorFuture runHook(c10d::GradBucket& bucket) override {
     const at::Tensor& buffer = bucket.getBufferRef();
     const auto& all = reducer_.buckets_;
     const size_t index = position_of(bucket);
-    const std::string label = "comm_hook bucket " + std::to_string(index);
-    const ProfileScope scope(label);
-    return hook_(group_, {.index = static_cast<int64_t>(index),
-                          .is_last = reducer_.is_last_sent(index),
-                          .buffer = buffer,
-                          .gradients = buffer.is_sparse() ? std::vector<at::Tensor>{buffer}
-                                                          : bucket.getGradients(),
-                          .parameters = all[index].variables});
+    const std::string label = name_ + " bucket " + std::to_string(index);
+    std::optional<ProfileScope> scope;
+    if (!name_.empty()) scope.emplace(label);
+    return hook_(reducer_.group_, {.index = static_cast<int64_t>(index),
+                                   .is_last = reducer_.is_last_sent(index),
+                                   .buffer = buffer,
+                                   .gradients = buffer.is_sparse() ? std::vector<at::Tensor>{buffer}
+                                                                   : bucket.getGradients(),
+                                   .parameters = all[index].variables});
   }
   at::Tensor parseHookResult(const c10::IValue& result) override { return result.toTensor(); }
 
@@ -128,12 +145,18 @@ class Reducer::HookAdapter : public c10d::CommHookInterface {
   }
 
   CommHook hook_;
-  comm::ProcessGroup group_;
+  std::string name_;
   const Reducer& reducer_;
 };
 
-void Reducer::carry_by(CommHook hook, const comm::ProcessGroup& group) {
-  register_comm_hook(std::make_unique<HookAdapter>(std::move(hook), group, *this));
+void Reducer::carry_by(CommHook hook, const std::string& name) {
+  if (hook_ == nullptr) {
+    auto adapter = std::make_unique<HookAdapter>(*this);
+    hook_ = adapter.get();
+    register_comm_hook(std::move(adapter));
+    offer_buckets();
+  }
+  hook_->carry_by(std::move(hook), name);
 }
 
 bool Reducer::is_unused(size_t index) const {

@@ -4,11 +4,13 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <utility>
 #include <vector>
 
+#include "cohort/optim/gradient_memory.h"
 #include "cohort/parallel/comm_hook.h"
 #include "cohort/parallel/distributed_data_parallel_options.h"
 #include "cohort/parallel/model_state.h"
@@ -24,7 +26,8 @@ class Reducer : public c10d::Reducer {
  public:
   /// c10d's arguments `args` without its process group, which is `group`'s. The buckets, these and
   /// those of every rebuild, lie in memory that its backend reads in place, if it has such
-  /// (comm/shared_tensor.h). None is there twice but while it moves.
+  /// (comm/shared_tensor.h). None is there twice but while it moves. With gradient_as_bucket_view
+  /// gradients may be written there at once (optim/gradient_memory.h), once a hook carries buckets.
   /// Errors: c10::OutOfMemoryError.
   template <class... Args>
   Reducer(const comm::ProcessGroup& group, std::vector<at::Tensor> parameters,
@@ -40,8 +43,8 @@ class Reducer : public c10d::Reducer {
   void keep_layout() { has_rebuilt_bucket_ = true; }  ///< The present buckets are never cut again.
   BucketIndices layout() const;
   bool has_rebuilt() const { return has_rebuilt_bucket_; }
-  /// Lets `hook` carry the buckets.
-  void carry_by(CommHook hook, const comm::ProcessGroup& group);
+  /// Lets `hook` carry the buckets, in place of an earlier one. `name`: of its calls in traces.
+  void carry_by(CommHook hook, const std::string& name = "");
   /// A forward has prepared a backward which has not averaged its gradients yet.
   bool expects_gradients() const { return expect_autograd_hooks_; }
   /// That backward has made some bucket's gradient.
@@ -73,7 +76,10 @@ class Reducer : public c10d::Reducer {
  private:
   class HookAdapter;
   void move_buckets();
+  void offer_buckets();
   const comm::ProcessGroup group_;
+  HookAdapter* hook_ = nullptr;  // The base's.
+  optim::GradientMemory gradient_memory_;
   int64_t end_of_compute_ = -1;
 };
 

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "cohort/nmt/kernels/kernels.h"
+#include "cohort/optim/gradient_memory.h"
 
 #include "tests/support/aten_kernels.h"
 #include "tests/support/host_launches.h"
@@ -1738,6 +1739,44 @@ TEST(FusedTest, NormsAndReluOfLinearInOtherTypesAreThoseOfTheirParts) {
     };
     expect_equal(with_gradients(operands, relu_of_linear(type), slope_of_waves),
                  with_gradients(operands, parts, slope_of_waves));
+  }
+}
+
+// The same bits where their memory is offered: by weight, gradients of a linear layer, one with
+// ReLU, an embedding and the loss.
+TEST(FusedTest, GradientsOfWeightsAreWrittenWhereTheyAreWanted) {
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+    std::vector<std::vector<at::Tensor>> found;
+    for (const bool offered : {false, true}) {
+      torch::manual_seed(5);
+      const at::Tensor table = leaf({9, 16}, at::kFloat), weight = leaf({16, 16}, at::kFloat),
+                       inner = leaf({16, 16}, at::kFloat), words = leaf({9, 16}, at::kFloat);
+      const std::vector<at::Tensor> weights{table, weight, inner, words};
+      std::vector<at::Tensor> memory;
+      optim::GradientMemory offers;
+      for (const at::Tensor& each : weights) {
+        memory.push_back(at::full(each.sizes(), NAN));
+        const at::Tensor here = memory.back();
+        if (offered)
+          offers.offer(each, [here] {
+            return at::empty({0}).set_(here.storage(), 0, here.sizes(), here.strides());
+          });
+      }
+      const at::Tensor ids = at::tensor({3, 0, 3, 8, 7}, at::kLong);
+      DropoutStream stream;
+      at::Tensor x = linear(nmt::embedding(table, ids), weight, {}, type);
+      x = linear_relu_dropout(x, inner, at::zeros({16}).to(type), {.type = type}, stream);
+      smoothed_cross_entropy(x, words, ids, 0.1).loss.backward(at::scalar_tensor(0.25));
+      found.emplace_back();
+      for (size_t i = 0; i < weights.size(); ++i) {
+        found.back().push_back(weights[i].grad());
+        EXPECT_EQ(weights[i].grad().const_data_ptr() == memory[i].const_data_ptr(), offered) << i;
+      }
+    }
+    for (size_t i = 0; i < found[0].size(); ++i) {
+      EXPECT_GT(found[0][i].abs().max().item<float>(), 0) << i;
+      EXPECT_TRUE(at::equal(found[0][i], found[1][i])) << type << " " << i;
+    }
   }
 }
 

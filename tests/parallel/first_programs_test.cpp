@@ -9,6 +9,7 @@
 #include "cohort/cohort.h"
 
 #include "tests/base/temporary_folder.h"
+#include "tests/parallel/ddp_support.h"
 #include "tests/support/ranks.h"
 #include "tests/support/shared_folder.h"
 

@@ -393,7 +393,7 @@ TEST(ShardingMisuseTest, AForwardWithinNoSyncOnOneRankOnlyIsNamed) {
 }
 
 TEST(ShardingMisuseTest, AParameterThatOneRankLeavesOutIsNamed) {
-  expect_disagreement({"where rank 0 calls reduce_scatter(sum) (unit block1"},
+  expect_disagreement({"where rank 0 calls reduce_scatter(avg) (unit block1"},
                       "rank 1 has no gradient of block1.scale", [](const ProcessGroup& group) {
                         Stack model;
                         if (group.rank() == 1) model->without_scale = 1;

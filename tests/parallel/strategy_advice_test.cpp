@@ -129,7 +129,7 @@ TEST(StrategyAdviceTest, RanksComputeOneModelWhereNothingElseFits) {
   EXPECT_EQ(with(7).reason, "none fits on 4 ranks: zero3 does on 12, 4 a host");
   EXPECT_EQ(
       with(3.9).reason,
-      "none fits on 4 ranks, nor on more: gathered units and their gradients take 4.66 GiB of a "
+      "none fits on 4 ranks, nor on more: gathered units and their gradients take 3.73 GiB of a "
       "rank");
 }
 

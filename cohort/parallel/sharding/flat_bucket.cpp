@@ -347,6 +347,7 @@ void FlatBucket::drop_gradients() {
   for (size_t i = 0; i < parameters_.size(); ++i)
     if (gradient(i).defined()) parameters_[i].tensor.mutable_grad().reset();
   held_.reset();
+  gradients_.reset();
   had_.clear();
   sent_.clear();
   if (reduction_) reduction_->work.wait();
@@ -390,9 +391,31 @@ void FlatBucket::hold_gradients() {
   }
 }
 
-// The gradients times `factor` in one buffer; the parameters have none any more.
-at::Tensor FlatBucket::take_gradients(double factor) {
-  const auto scaled = [&](at::Tensor tensor) { return factor == 1 ? tensor : tensor.mul_(factor); };
+// A half type's sum might leave its range: there, terms are divided before. Else the sum is, by
+// which nothing is read and written once more.
+comm::ReduceOp FlatBucket::reduction_op() const {
+  return c10::elementSize(travel_type()) < 4 ? comm::ReduceOp::kSum : comm::ReduceOp::kAvg;
+}
+
+// Of each term.
+double FlatBucket::factor() const {
+  if (reduction_op() == comm::ReduceOp::kAvg) return 1;
+  return 1.0 / (group_.size() * (options_.replicate_group ? options_.replicate_group.size() : 1));
+}
+
+at::Tensor FlatBucket::gradient_memory(size_t index) {
+  if (!accepts_gradients_ || held_.defined() || factor() != 1 || !full_.is_cpu() ||
+      full_.scalar_type() != travel_type())
+    return {};
+  const at::NoGradGuard no_grad;
+  if (!gradients_.defined()) gradients_ = buffer(group_, layout_.padded_numel(), travel_type());
+  return alias_of(view_of(gradients_, layout_.tensors()[index]));
+}
+
+// The gradients times factor() in one buffer; the parameters have none any more.
+at::Tensor FlatBucket::take_gradients() {
+  const double each = factor();
+  const auto scaled = [each](at::Tensor tensor) { return each == 1 ? tensor : tensor.mul_(each); };
   if (held_.defined()) {
     hold_gradients();
     sent_ = std::exchange(had_, {});
@@ -400,18 +423,21 @@ at::Tensor FlatBucket::take_gradients(double factor) {
   }
   sent_.assign(parameters_.size(), false);
   const auto type = travel_type();
-  at::Tensor whole = buffer(group_, layout_.padded_numel(), type);
+  at::Tensor whole = gradients_.defined() ? std::exchange(gradients_, at::Tensor())
+                                          : buffer(group_, layout_.padded_numel(), type);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor place = view_of(whole, layout_.tensors()[i]);
     const at::Tensor gradient = dense_gradient(i);
     sent_[i] = gradient.defined();
     if (!gradient.defined()) {
       place.zero_();
-    } else if (factor != 1 && gradient.scalar_type() == type) {
+    } else if (gradient.is_alias_of(place)) {
+      // Backward has written it here.
+    } else if (each != 1 && gradient.element_size() > place.element_size()) {
+      place.copy_(gradient * each);  // in the wider type, whose range is the larger one
+    } else if (each != 1 && gradient.scalar_type() == type) {
       // A factor that is not rounded to the gradient's type.
-      at::mul_out(place, gradient, at::native::wrapped_scalar_tensor(factor));
-    } else if (factor != 1 && gradient.element_size() > place.element_size()) {
-      place.copy_(gradient * factor);  // in the wider type, whose range is the larger one
+      at::mul_out(place, gradient, at::native::wrapped_scalar_tensor(each));
     } else {
       scaled(place.copy_(gradient));
     }
@@ -421,11 +447,11 @@ at::Tensor FlatBucket::take_gradients(double factor) {
   return whole;
 }
 
-void FlatBucket::begin_reduce(double factor) {
+void FlatBucket::begin_reduce() {
   const std::string label = "reduce " + place_.name;
   const ProfileScope scope(label);
   const at::NoGradGuard no_grad;
-  const at::Tensor whole = take_gradients(factor);
+  const at::Tensor whole = take_gradients();
   // Where gradients are whole, this rank's shard of the sum is written in place. Elsewhere the rest
   // is freed. The sum is the gradient, unless that has another type.
   at::Tensor part = own_part(whole);
@@ -437,7 +463,7 @@ void FlatBucket::begin_reduce(double factor) {
       part = next ? comm::empty_shared(next, part.numel(), part.options()) : at::empty_like(part);
     }
   }
-  comm::Work work = group_.reduce_scatter_async(part, whole, comm::ReduceOp::kSum, place_.name);
+  comm::Work work = group_.reduce_scatter_async(part, whole, reduction_op(), place_.name);
   reduction_.emplace(Reduction{whole, part, std::move(work)});
 }
 
@@ -449,7 +475,7 @@ void FlatBucket::finish_reduce() {
   at::Tensor part = reduction_->part;
   reduction_.reset();
   if (!options_.replicate_group) return begin_copy(part);
-  comm::Work work = options_.replicate_group.all_reduce_async(part);
+  comm::Work work = options_.replicate_group.all_reduce_async(part, reduction_op());
   replication_.emplace(Replication{part, std::move(work)});
 }
 

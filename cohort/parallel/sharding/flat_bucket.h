@@ -76,12 +76,17 @@ class FlatBucket {
   /// Keeps what was written into the parameters since `unshard` as this rank's shard.
   void keep_written();
 
-  /// Starts to sum the parameters' gradients, times `factor`, over ranks, absent ones counting 0,
-  /// and takes them from the parameters; `finish_reduce` waits, and adds this rank's shard of the
-  /// sum to its local shards' gradients, or, with a replicate_group, starts the sum across
-  /// replicas, for which `finish_replication` waits. To shards in another memory the sum is then on
-  /// its way until the device has done its work, and `finish_copy` adds it.
-  void begin_reduce(double factor);
+  /// Whether backward may write gradients into the buffer that travels (optim/gradient_memory.h); as
+  /// long as it reduces them.
+  void accept_gradients(bool on) { accepts_gradients_ = on; }
+  /// Where there the gradient of parameter `index` goes; undefined: it must not be written there.
+  at::Tensor gradient_memory(size_t index);
+  /// Starts to average the parameters' gradients over ranks, absent ones counting 0, and takes them
+  /// from the parameters; `finish_reduce` waits, and adds this rank's shard of the average to its
+  /// local shards' gradients, or, with a replicate_group, starts the average across replicas, for
+  /// which `finish_replication` waits. To shards in another memory the average is then on its way
+  /// until the device has done its work, and `finish_copy` adds it.
+  void begin_reduce();
   void finish_reduce();
   void finish_replication();
   bool copying() const { return copied_.defined(); }
@@ -129,7 +134,9 @@ class FlatBucket {
   };
   at::Tensor gradient(size_t index) const;  // undefined: none has come
   at::Tensor dense_gradient(size_t index) const;
-  at::Tensor take_gradients(double factor);
+  at::Tensor take_gradients();
+  comm::ReduceOp reduction_op() const;
+  double factor() const;
   at::Tensor own_part(const at::Tensor& flat) const;
   at::Tensor on_device(const at::Tensor& shard) const;
   at::Tensor buffer(const comm::ProcessGroup& group, int64_t numel, at::ScalarType type) const;
@@ -171,6 +178,8 @@ class FlatBucket {
   std::optional<Replication> replication_;
   at::Tensor copied_;  // [shard], beside shard_: the sum, on its way from the device
   std::vector<LocalShard> local_shards_;
+  at::Tensor gradients_;  // [padded]: those that a backward has written where they travel
+  bool accepts_gradients_ = true;
   std::vector<bool> had_;    // by parameter: a gradient of it waits in held_
   std::vector<bool> sent_;   // by parameter: it had a gradient in the sum of this backward
   std::vector<bool> began_;  // by shard: that sum was the first of its gradient

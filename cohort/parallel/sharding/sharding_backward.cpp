@@ -18,7 +18,10 @@ using torch::autograd::variable_list;
 void ShardingEngine::Impl::watch_gradients() {
   for (const auto& bucket : buckets) {
     if (bucket->flat.frozen()) continue;
-    for (const NamedTensor& each : bucket->flat.parameters()) {
+    for (size_t i = 0; i < bucket->flat.parameters().size(); ++i) {
+      const NamedTensor& each = bucket->flat.parameters()[i];
+      gradient_memory.offer(each.tensor,
+                            [flat = &bucket->flat, i] { return flat->gradient_memory(i); });
       const auto accumulator = torch::autograd::impl::grad_accumulator(each.tensor);
       const auto key =
           accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
@@ -132,7 +135,7 @@ void ShardingEngine::Impl::gradient_arrived(Bucket& bucket) {
 void ShardingEngine::Impl::reduce(Bucket& bucket) {
   const size_t most = sharded() && options.reshard_after_forward ? 1 : 2;
   if (reductions.size() == most) finish_first_reduction();
-  bucket.flat.begin_reduce(1.0 / num_replicas());
+  bucket.flat.begin_reduce();
   reductions.push_back(&bucket);
   has_reduced = true;
 }
@@ -141,10 +144,6 @@ void ShardingEngine::Impl::finish_first_reduction() {
   Bucket& first = *reductions.front();
   reductions.pop_front();
   first.flat.finish_reduce();
-}
-
-int ShardingEngine::Impl::num_replicas() const {
-  return group.size() * (options.replicate_group ? options.replicate_group.size() : 1);
 }
 
 // `with_graph`: another backward through this one's graph may follow.

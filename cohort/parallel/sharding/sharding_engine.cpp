@@ -132,6 +132,7 @@ ShardingEngine::~ShardingEngine() = default;
 
 void ShardingEngine::set_synchronized(bool on) {
   impl_->synchronized = on;
+  for (const auto& bucket : impl_->buckets) bucket->flat.accept_gradients(on);
 }
 
 void ShardingEngine::drop_waiting_gradients() {

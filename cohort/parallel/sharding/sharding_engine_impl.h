@@ -13,6 +13,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/comm/libtorch_version.h"
+#include "cohort/optim/gradient_memory.h"
 #include "cohort/parallel/sharding/flat_bucket.h"
 #include "cohort/parallel/sharding/sharding_engine.h"
 #include "cohort/parallel/sharding/unit_parameters.h"
@@ -67,7 +68,6 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   void free(size_t unit);
   void hide();
   void refresh();
-  int num_replicas() const;
   struct Agreement {
     bool accumulates;     // Gradients wait for more, so no trained parameter has changed.
     bool frozen_changed;  // On any rank.
@@ -91,6 +91,7 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   std::vector<Unit> units;  // the first is the whole model's own
   std::unordered_map<const torch::nn::Module*, size_t> unit_of;
   std::vector<std::unique_ptr<Bucket>> buckets;
+  optim::GradientMemory gradient_memory;                       // the buckets'
   std::vector<std::pair<comm::NodePointer, uintptr_t>> hooks;  // to be taken off again
   std::vector<LocalShard> local_shards;
   std::multimap<std::string, std::string> further_names;  // of shared parameters, by the first one
