@@ -9,7 +9,7 @@ namespace cohort::optim {
 
 /// Offers memory for gradients of parameters, while it lives.
 ///
-/// Owner:   whoever reduces gradients. The parameters live at least as long.
+/// Owner:   what reduces gradients. The parameters live at least as long.
 /// Threads: any.
 class GradientMemory {
  public:
@@ -19,8 +19,8 @@ class GradientMemory {
   GradientMemory& operator=(const GradientMemory&) = delete;
 
   /// `memory` returns a new contiguous tensor of the parameter's shape and type, no view, over
-  /// memory in which nobody's values are while the parameter has no gradient. Called within a
-  /// backward, for whoever takes it. In place of an earlier offer.
+  /// memory in which nobody's values are while the parameter has no gradient; undefined: none
+  /// at present. Called within a backward. In place of an earlier offer.
   void offer(const at::Tensor& parameter, std::function<at::Tensor()> memory);
 };
 
