@@ -23,9 +23,11 @@ StopRequest::StopRequest() {
   received = 0;
   struct sigaction action {};
   action.sa_handler = note;
-  action.sa_flags = SA_RESTART | static_cast<int>(SA_RESETHAND);
   sigemptyset(&action.sa_mask);
   for (size_t i = 0; i < kSignals.size(); ++i) {
+    // A shell and the kernel each send one SIGHUP when a terminal goes.
+    const bool ends_the_program_next = kSignals[i] != SIGHUP;
+    action.sa_flags = SA_RESTART | (ends_the_program_next ? static_cast<int>(SA_RESETHAND) : 0);
     sigaction(kSignals[i], &action, &earlier[i]);
     const bool outlives_terminal = kSignals[i] == SIGHUP && earlier[i].sa_handler == SIG_IGN;
     if (outlives_terminal) sigaction(SIGHUP, &earlier[i], nullptr);  // nohup

@@ -5,8 +5,9 @@
 
 namespace cohort {
 
-/// While it lives, the first of each of these signals only sets a flag; a second one ends the program
-/// as if there were no handler. Under nohup, SIGHUP stays ignored. One at a time in a program.
+/// While it lives, the first of each of these signals only sets a flag; a second SIGTERM or SIGINT ends
+/// the program as if there were no handler. Under nohup, SIGHUP stays ignored. One at a time in a
+/// program.
 class StopRequest {
  public:
   StopRequest();

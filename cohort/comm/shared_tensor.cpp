@@ -2,6 +2,7 @@
 #include "cohort/comm/shared_tensor.h"
 
 #include <ATen/ops/empty.h>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace cohort::comm {
@@ -15,6 +16,11 @@ c10d::Backend& cpu_backend(const ProcessGroup& group) {
 
 bool shares_tensors(const ProcessGroup& group) {
   return cpu_backend(group).supportsTensorAlloc(-1);
+}
+
+bool averages_while_summing(const ProcessGroup& group) {
+  const std::string name = cpu_backend(group).getBackendName();
+  return name == "shm" || name == "hierarchical";
 }
 
 at::Tensor empty_shared(const ProcessGroup& group, int64_t numel,

@@ -476,21 +476,27 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
   static variable_list of_chunks(AutogradContext* context, const at::Tensor& factor) {
     const at::Tensor grad_hidden = context->saved_data["grad_hidden"].toTensor();
     const at::Tensor grad_weight = context->saved_data["grad_weight"].toTensor();
-    const at::Tensor memory =
-        take_gradient_memory(context, grad_weight.sizes(), grad_weight.scalar_type());
-    return {scaled(grad_hidden, factor), scaled(grad_weight, factor, memory)};
+    variable_list results{scaled(grad_hidden, factor), at::Tensor()};
+    if (context->needs_input_grad(1)) {
+      results[1] =
+          scaled(grad_weight, factor,
+                 take_gradient_memory(context, grad_weight.sizes(), grad_weight.scalar_type()));
+    }
+    return results;
   }
   static variable_list of_one_chunk(AutogradContext* context, const at::Tensor& factor) {
     const variable_list saved = context->get_saved_variables();
     const at::Tensor &logits = saved[0], &hidden = saved[1], &w = saved[2];
     const at::ScalarType wide = context->saved_data["wide"].toScalarType();
+    variable_list results{scaled(product(logits, w), factor), at::Tensor()};
+    if (!context->needs_input_grad(1)) return results;
     at::Tensor grad_weight = take_gradient_memory(context, w.sizes(), wide);
     if (!grad_weight.defined()) grad_weight = at::empty(w.sizes(), w.options().dtype(wide));
     // Few rows are scaled faster than the whole weight; in a half type that would round them.
     const bool scales_rows = hidden.scalar_type() == wide;
     weight_gradient(logits, scales_rows ? hidden * factor : hidden, grad_weight);
-    return {scaled(product(logits, w), factor),
-            scales_rows ? grad_weight : scaled(grad_weight, factor)};
+    results[1] = scales_rows ? grad_weight : scaled(grad_weight, factor);
+    return results;
   }
 };
 

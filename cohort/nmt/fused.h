@@ -181,7 +181,7 @@ at::Tensor self_attention(const at::Tensor& qkv, const SentenceRows& rows,
 bool takes_packed_rows(const at::Tensor& tensor);
 
 /// As torch::embedding: rows `ids` of `table_VD`, [..., D]. Its dense gradient is written where it
-/// is wanted (optim/gradient_memory.h), as those of weights here.
+/// is wanted (optim/gradient_memory.h), as those of weights here; it has no second derivative.
 at::Tensor embedding(const at::Tensor& table_VD, const at::Tensor& ids);
 
 /// Sums of a batch's losses, both scalars: `loss` with label smoothing (differentiable), `nll`
@@ -195,7 +195,8 @@ struct LossSums {
 ///
 /// Rows are taken in chunks of 1,024, so that [N, V] never exists at once; with gradients enabled the
 /// forward computes them too, chunk by chunk, and backward only scales them: it runs once. Of one
-/// chunk the forward computes the logits' gradient.
+/// chunk the forward computes the logits' gradient, and backward the rest: hidden_ND and weight_VD
+/// must not be written to before it.
 ///
 /// Shapes:   hidden_ND in the compute type, weight_VD (any float type; cast to hidden's), labels_N
 ///           int64 in [0, V).

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/optim/gradient_memory.h"
 
-#include <algorithm>
 #include <mutex>
 #include <optional>
 #include <torch/csrc/autograd/graph_task.h>
@@ -37,6 +36,10 @@ bool accumulates_into_all() {
 }  // namespace
 
 GradientMemory::~GradientMemory() {
+  withdraw();
+}
+
+void GradientMemory::withdraw() {
   const std::scoped_lock lock(offers().mutex);
   std::erase_if(offers().by_parameter,
                 [this](const auto& each) { return each.second.owner == this; });
@@ -57,7 +60,9 @@ at::Tensor take_gradient_memory(const at::TensorImpl* parameter, at::IntArrayRef
   Offer& offer = found->second;
   if (offer.parameter.grad().defined() || (offer.taken && !offer.taken->expired())) return {};
   at::Tensor memory = offer.memory();
-  if (!memory.defined() || memory.sizes() != shape || memory.scalar_type() != type) return {};
+  const bool fits = memory.defined() && memory.sizes() == shape && memory.scalar_type() == type &&
+                    memory.is_contiguous();
+  if (!fits) return {};
   offer.taken.emplace(memory.getIntrusivePtr());
   return memory;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory in which a parameter's gradient is wanted, of a bucket that travels for instance: an
-// operation's backward writes it there, where it would else be copied to.
+// Memory where a parameter's gradient is wanted, such as a bucket that travels: an operation's
+// backward writes it there, where it would else be copied to.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <functional>
@@ -22,6 +22,7 @@ class GradientMemory {
   /// memory in which nobody's values are while the parameter has no gradient; undefined: none
   /// at present. Called within a backward. In place of an earlier offer.
   void offer(const at::Tensor& parameter, std::function<at::Tensor()> memory);
+  void withdraw();  ///< All offers.
 };
 
 /// For an operation's backward: returns what was offered for the leaf `parameter`, to be filled and

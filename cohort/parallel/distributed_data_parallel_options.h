@@ -25,8 +25,9 @@ struct DistributedDataParallelOptions {
   bool broadcast_buffers = true;        ///< Buffers follow rank 0's before each forward.
   bool find_unused_parameters = false;  ///< Some parameters take no part in some steps.
   /// Gradients live in the buckets: less memory and no copy. Saves most with an optimizer whose
-  /// zero_grad resets them, as is the default of libtorch's. Where ranks share memory, operations of
-  /// cohort::nmt write them there at once: a hook on a parameter copies the gradient that it keeps.
+  /// zero_grad resets them, as is the default of libtorch's. Over shm and hierarchical, and
+  /// with a communication hook, operations of cohort::nmt write them there at once: a hook on a
+  /// parameter must copy a gradient that it keeps.
   bool gradient_as_bucket_view = false;
   bool static_graph = false;  ///< The same parameters take part, as often, in every step.
   bool init_sync = true;  ///< Verify that the models agree and copy rank 0's state; else that is

@@ -89,7 +89,7 @@ void GradientEngine::Impl::make_reducer() {
                         "mixed_precision.reduce_dtype: expected no sparse gradient, got one of ",
                         each.name);
     reducer->carry_by(compress_hook(*type, [this] { return divisor; }), "comm_hook");
-  } else if (comm::shares_tensors(group)) {
+  } else if (bucketed.front().tensor.is_cpu() && comm::averages_while_summing(group)) {
     reducer->carry_by(all_reduce_hook([this] { return divisor; }));
   }
 }

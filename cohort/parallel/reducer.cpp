@@ -72,9 +72,11 @@ BucketIndices Reducer::layout() const {
 }
 
 bool Reducer::rebuild_buckets() {
+  const bool may_rebuild = !has_rebuilt_bucket_;
+  if (may_rebuild) gradient_memory_.withdraw();  // Offers hold the memory of the old buckets.
   const bool rebuilt = c10d::Reducer::rebuild_buckets();
   if (rebuilt) move_buckets();
-  if (rebuilt && hook_ != nullptr) offer_buckets();
+  if (may_rebuild && hook_ != nullptr) offer_buckets();
   return rebuilt;
 }
 
@@ -101,7 +103,9 @@ void Reducer::move_buckets() {
 void Reducer::offer_buckets() {
   if (!gradient_as_bucket_view_) return;
   for (const Bucket& bucket : buckets_) {
-    if (!bucket.gradients.defined() || bucket.expect_sparse_gradient) continue;
+    if (!bucket.gradients.defined() || bucket.expect_sparse_gradient ||
+        !bucket.gradients.device().is_cpu())
+      continue;
     for (size_t i = 0; i < bucket.variables.size(); ++i)
       gradient_memory_.offer(bucket.variables[i],
                              [view = bucket.bucket_views_in[i]] { return alias_of(view); });

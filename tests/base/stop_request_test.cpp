@@ -27,6 +27,14 @@ TEST(StopRequestTest, TheSecondEndsTheProgram) {
       testing::KilledBySignal(SIGTERM), "");
 }
 
+// When a terminal goes, its shell and the kernel send one each.
+TEST(StopRequestTest, ASecondHangUpEndsNothing) {
+  const StopRequest request;
+  std::raise(SIGHUP);
+  std::raise(SIGHUP);
+  EXPECT_EQ(request.signal(), SIGHUP);
+}
+
 // nohup starts programs so.
 TEST(StopRequestTest, ANohupStaysInForce) {
   EXPECT_EXIT(

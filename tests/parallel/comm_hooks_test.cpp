@@ -15,6 +15,7 @@
 #include "cohort/parallel/comm_hooks/power_sgd.h"
 #include "cohort/parallel/distributed_data_parallel.h"
 
+#include "tests/support/hosts.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 
@@ -536,6 +537,22 @@ TEST(PostLocalSgdTest, BadOptionsAreExplained) {
               PostLocalSgdState({.start_local_sgd_iter = -1});
             }).find("start_local_sgd_iter: expected 0 or more, got -1"),
             std::string::npos);
+}
+
+// Two of the three are on one host, where their sum would be infinite.
+TEST(AllReduceHookTest, HalfTypesAreDividedBeforeTheirSumLeavesTheRange) {
+  test::ranks(3, [](const ProcessGroup& world) {
+    test::on_hosts(
+        world, {"a", "a", "b"},
+        [](const ProcessGroup& group) {
+          const at::Tensor gradient = at::full({40}, 40000, at::kHalf);
+          const at::Tensor mean = parallel::wait_tensor(
+              parallel::all_reduce_hook()(group, {.buffer = gradient, .gradients = {gradient}}));
+          // Three roundings of a third, of 2^-11 each.
+          EXPECT_LE((mean.to(at::kFloat) - 40000).abs().max().item<float>(), 40000 * 1.5e-3);
+        },
+        {.backend = "hierarchical"});
+  });
 }
 
 }  // namespace comm_hooks_test

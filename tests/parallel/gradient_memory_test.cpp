@@ -16,6 +16,7 @@
 #include "cohort/parallel/sharding/fully_sharded_data_parallel.h"
 
 #include "tests/parallel/ddp_support.h"
+#include "tests/support/hosts.h"
 #include "tests/support/ranks.h"
 
 namespace cohort::parallel {
@@ -173,6 +174,16 @@ TEST(DdpGradientMemoryTest, AStepAfterABackwardThatThrewIsAsAnyOther) {
                 expect_gradients(chain, expected_gradients({1}));
               },
               {.backend = "shm"});
+}
+
+// One rank is alone on its host, and shares memory with nobody.
+TEST(DdpGradientMemoryTest, RanksOfSeveralHostsAverageAlike) {
+  test::ranks(kRanks, [](const ProcessGroup& world) {
+    test::on_hosts(
+        world, {"a", "a", "b"},
+        [](const ProcessGroup& group) { train(group, {.gradient_as_bucket_view = true}); },
+        {.backend = "hierarchical"});
+  });
 }
 
 // c10d divides there, in a pass over the copy.

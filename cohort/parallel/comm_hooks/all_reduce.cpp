@@ -24,7 +24,9 @@ CommHook all_reduce_hook(std::function<int()> divisor) {
   return [divisor = std::move(divisor)](const comm::ProcessGroup& group, const Bucket& bucket) {
     at::Tensor gradient = bucket.buffer;
     const int parts = divisor ? divisor() : group.size();
-    if (comm::shares_tensors(group) && parts == group.size() && !gradient.is_sparse())
+    const bool averages = gradient.is_cpu() && comm::averages_while_summing(group);
+    // A half type's sum might leave its range before it is divided.
+    if (averages && parts == group.size() && !gradient.is_sparse() && gradient.element_size() >= 4)
       return start_average(group, gradient);
     // As c10d's reducer divides, so that the bits are the same.
     gradient.mul_(1.0 / parts);

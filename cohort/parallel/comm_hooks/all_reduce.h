@@ -11,8 +11,8 @@ namespace cohort::parallel {
 ///
 /// Collective: one all-reduce per bucket.
 /// Numerics:   in the gradient's dtype, each rank multiplies by 1 / world size, then ranks sum.
-///             Ranks that share memory (shm, hierarchical) divide the sum, which costs no pass over
-///             memory. A sparse bucket stays sparse.
+///             Over shm and hierarchical, types of 4 bytes and more are summed first and then
+///             divided, which costs no pass over memory. A sparse bucket stays sparse.
 /// Source:     the start of any hook of one's own.
 ///
 /// `divisor`: what to divide by in place of the world size; the same on all ranks in each call.

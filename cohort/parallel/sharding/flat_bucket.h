@@ -76,10 +76,10 @@ class FlatBucket {
   /// Keeps what was written into the parameters since `unshard` as this rank's shard.
   void keep_written();
 
-  /// Whether backward may write gradients into the buffer that travels (optim/gradient_memory.h); as
-  /// long as it reduces them.
+  /// Whether backward may write gradients into the buffer that travels (optim/gradient_memory.h):
+  /// not within no_sync().
   void accept_gradients(bool on) { accepts_gradients_ = on; }
-  /// Where there the gradient of parameter `index` goes; undefined: it must not be written there.
+  /// Where in that buffer the gradient of parameter `index` goes; undefined: nowhere.
   at::Tensor gradient_memory(size_t index);
   /// Starts to average the parameters' gradients over ranks, absent ones counting 0, and takes them
   /// from the parameters; `finish_reduce` waits, and adds this rank's shard of the average to its
