@@ -26,8 +26,8 @@ at::Tensor empty_shared(const ProcessGroup& group, int64_t numel, const at::Tens
 /// The ranks of a group may differ in it: one that is alone on its host shares with nobody.
 bool shares_tensors(const ProcessGroup& group);
 
-/// Whether kAvg of tensors on the CPU costs no pass of its own, and c10d's AVG is there: over shm and
-/// hierarchical. The same on all ranks.
+/// Whether the backend of CPU tensors has c10d's AVG, without a pass of its own for the division: shm
+/// and hierarchical. The same on all ranks.
 bool averages_while_summing(const ProcessGroup& group);
 
 }  // namespace cohort::comm

@@ -8,7 +8,17 @@
 namespace cohort {
 namespace stop_request_test {
 
-TEST(StopRequestTest, TheFirstSignalIsNoted) {
+// Also where the tests run under nohup.
+class StopRequestTest : public testing::Test {
+ protected:
+  void SetUp() override { hang_up_ = std::signal(SIGHUP, SIG_DFL); }
+  void TearDown() override { std::signal(SIGHUP, hang_up_); }
+
+ private:
+  void (*hang_up_)(int) = SIG_DFL;
+};
+
+TEST_F(StopRequestTest, TheFirstSignalIsNoted) {
   for (const int signal : {SIGTERM, SIGINT, SIGHUP}) {
     const StopRequest request;
     EXPECT_EQ(request.signal(), 0);
@@ -17,7 +27,7 @@ TEST(StopRequestTest, TheFirstSignalIsNoted) {
   }
 }
 
-TEST(StopRequestTest, TheSecondEndsTheProgram) {
+TEST_F(StopRequestTest, TheSecondEndsTheProgram) {
   EXPECT_EXIT(
       {
         const StopRequest request;
@@ -28,7 +38,7 @@ TEST(StopRequestTest, TheSecondEndsTheProgram) {
 }
 
 // When a terminal goes, its shell and the kernel send one each.
-TEST(StopRequestTest, ASecondHangUpEndsNothing) {
+TEST_F(StopRequestTest, ASecondHangUpEndsNothing) {
   const StopRequest request;
   std::raise(SIGHUP);
   std::raise(SIGHUP);
@@ -36,7 +46,7 @@ TEST(StopRequestTest, ASecondHangUpEndsNothing) {
 }
 
 // nohup starts programs so.
-TEST(StopRequestTest, ANohupStaysInForce) {
+TEST_F(StopRequestTest, ANohupStaysInForce) {
   EXPECT_EXIT(
       {
         std::signal(SIGHUP, SIG_IGN);
@@ -48,7 +58,7 @@ TEST(StopRequestTest, ANohupStaysInForce) {
       testing::ExitedWithCode(0), "");
 }
 
-TEST(StopRequestTest, AfterItsLifeSignalsDoWhatTheyDidBefore) {
+TEST_F(StopRequestTest, AfterItsLifeSignalsDoWhatTheyDidBefore) {
   EXPECT_EXIT(
       {
         { const StopRequest request; }

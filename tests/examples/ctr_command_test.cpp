@@ -372,6 +372,7 @@ TEST_F(CtrCommandTest, AnotherBatchThanTheResumedJobsIsRefused) {
   expect_refused(run + "128", "/batch_size is 64, this trainer's 128");
 }
 
+// As docs/launch.md has it for trainers and servers that no launcher started.
 TEST_F(CtrCommandTest, OneTrainerStartedByHandNeedsNoEndpointsOfTrainers) {
   const std::string port = folder_ / "port";
   const Ended trained = shell(

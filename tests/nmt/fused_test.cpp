@@ -1742,41 +1742,58 @@ TEST(FusedTest, NormsAndReluOfLinearInOtherTypesAreThoseOfTheirParts) {
   }
 }
 
-// The same bits where their memory is offered: by weight, gradients of a linear layer, one with
-// ReLU, an embedding and the loss.
+// By weight, the gradients of an embedding, a linear layer, one with ReLU, and the loss of `rows`.
+std::vector<at::Tensor> gradients_of_weights(at::ScalarType type, int64_t rows, bool offered) {
+  torch::manual_seed(5);
+  const std::vector<at::Tensor> weights{leaf({9, 16}, at::kFloat), leaf({16, 16}, at::kFloat),
+                                        leaf({16, 16}, at::kFloat), leaf({9, 16}, at::kFloat)};
+  std::vector<at::Tensor> memory;
+  optim::GradientMemory offers;
+  for (const at::Tensor& each : weights) {
+    const at::Tensor& here = memory.emplace_back(at::full(each.sizes(), NAN));
+    if (!offered) continue;
+    offers.offer(each, [here] {
+      return at::empty({0}).set_(here.storage(), 0, here.sizes(), here.strides());
+    });
+  }
+  const at::Tensor ids = at::randint(9, {rows}, at::kLong);
+  DropoutStream stream;
+  at::Tensor x = linear(nmt::embedding(weights[0], ids), weights[1], {}, type);
+  x = linear_relu_dropout(x, weights[2], at::zeros({16}).to(type), {.type = type}, stream);
+  smoothed_cross_entropy(x, weights[3], ids, 0.1).loss.backward(at::scalar_tensor(0.25));
+  std::vector<at::Tensor> found;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    found.push_back(weights[i].grad());
+    EXPECT_EQ(found[i].const_data_ptr() == memory[i].const_data_ptr(), offered) << i;
+  }
+  return found;
+}
+
+// The loss of 1,500 rows is one of two chunks.
 TEST(FusedTest, GradientsOfWeightsAreWrittenWhereTheyAreWanted) {
   for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
-    std::vector<std::vector<at::Tensor>> found;
-    for (const bool offered : {false, true}) {
-      torch::manual_seed(5);
-      const at::Tensor table = leaf({9, 16}, at::kFloat), weight = leaf({16, 16}, at::kFloat),
-                       inner = leaf({16, 16}, at::kFloat), words = leaf({9, 16}, at::kFloat);
-      const std::vector<at::Tensor> weights{table, weight, inner, words};
-      std::vector<at::Tensor> memory;
-      optim::GradientMemory offers;
-      for (const at::Tensor& each : weights) {
-        memory.push_back(at::full(each.sizes(), NAN));
-        const at::Tensor here = memory.back();
-        if (offered)
-          offers.offer(each, [here] {
-            return at::empty({0}).set_(here.storage(), 0, here.sizes(), here.strides());
-          });
-      }
-      const at::Tensor ids = at::tensor({3, 0, 3, 8, 7}, at::kLong);
-      DropoutStream stream;
-      at::Tensor x = linear(nmt::embedding(table, ids), weight, {}, type);
-      x = linear_relu_dropout(x, inner, at::zeros({16}).to(type), {.type = type}, stream);
-      smoothed_cross_entropy(x, words, ids, 0.1).loss.backward(at::scalar_tensor(0.25));
-      found.emplace_back();
-      for (size_t i = 0; i < weights.size(); ++i) {
-        found.back().push_back(weights[i].grad());
-        EXPECT_EQ(weights[i].grad().const_data_ptr() == memory[i].const_data_ptr(), offered) << i;
+    for (const int64_t rows : {5, 1500}) {
+      const auto own = gradients_of_weights(type, rows, false);
+      const auto offered = gradients_of_weights(type, rows, true);
+      for (size_t i = 0; i < own.size(); ++i) {
+        EXPECT_GT(own[i].abs().max().item<float>(), 0) << i;
+        EXPECT_TRUE(at::equal(own[i], offered[i])) << type << " " << rows << " rows, weight " << i;
       }
     }
-    for (size_t i = 0; i < found[0].size(); ++i) {
-      EXPECT_GT(found[0][i].abs().max().item<float>(), 0) << i;
-      EXPECT_TRUE(at::equal(found[0][i], found[1][i])) << type << " " << i;
-    }
+  }
+}
+
+TEST(FusedTest, TheLossComputesNoGradientOfAWeightThatTakesNone) {
+  for (const int64_t rows : {5, 1500}) {
+    const at::Tensor hidden = leaf({rows, 16}, at::kFloat), plain = leaf({rows, 16}, at::kFloat);
+    plain.set_data(hidden.detach().clone());
+    const at::Tensor words = at::randn({9, 16}), same = words.clone().requires_grad_(true);
+    const at::Tensor ids = at::randint(9, {rows}, at::kLong);
+    smoothed_cross_entropy(hidden, words, ids, 0.1).loss.backward();
+    smoothed_cross_entropy(plain, same, ids, 0.1).loss.backward();
+    EXPECT_TRUE(at::equal(hidden.grad(), plain.grad())) << rows;
+    EXPECT_FALSE(words.grad().defined());
+    EXPECT_TRUE(same.grad().defined());
   }
 }
 

@@ -90,12 +90,16 @@ TEST_F(GradientMemoryTest, WhatSomebodyKeepsIsNotWrittenOver) {
 }
 
 TEST_F(GradientMemoryTest, AnOfferOfAnotherFormIsNotTaken) {
-  offers_->offer(weight_, [] { return at::empty({3}, at::kDouble); });
-  loss(5).backward();
-  weight_.mutable_grad().reset();
-  offers_->offer(weight_, [] { return at::empty({4}); });
-  loss(7).backward();
-  EXPECT_TRUE(at::equal(weight_.grad(), at::full({3}, 7.0F)));
+  for (const at::Tensor& memory :
+       {at::full({3}, -1, at::kDouble), at::full({4}, -1.0F), at::full({6}, -1.0F)}) {
+    offers_->offer(weight_, [&] {
+      return memory.numel() == 6 ? at::empty({0}).set_(memory.storage(), 0, {3}, {2}) : memory;
+    });
+    loss(7).backward();
+    EXPECT_TRUE(at::equal(weight_.grad(), at::full({3}, 7.0F)));
+    EXPECT_TRUE(at::equal(memory, at::full_like(memory, -1))) << "it was written to";
+    weight_.mutable_grad().reset();
+  }
 }
 
 TEST_F(GradientMemoryTest, AnOfferEndsWithItsOwner) {

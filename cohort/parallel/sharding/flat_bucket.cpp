@@ -391,8 +391,8 @@ void FlatBucket::hold_gradients() {
   }
 }
 
-// A half type's sum might leave its range: there, terms are divided before. Else the sum is, by
-// which nothing is read and written once more.
+// A half type's sum might leave its range: there, terms are divided before. Else this rank's shard
+// of the sum is.
 comm::ReduceOp FlatBucket::reduction_op() const {
   return c10::elementSize(travel_type()) < 4 ? comm::ReduceOp::kSum : comm::ReduceOp::kAvg;
 }
