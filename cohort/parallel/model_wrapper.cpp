@@ -34,10 +34,10 @@ void ModelWrapper::zero_grad() const {
 
 double ModelWrapper::gradient_norm(CallSite site) const {
   const CallSiteScope scope(site);
-  TORCH_CHECK_VALUE(engine().num_no_sync_ == 0,
-                    "gradient_norm: within no_sync() gradients are this rank's own: expected it "
-                    "after the backward outside of it, which averages them "
-                    "(torch::nn::utils::clip_grad_norm_ clips this rank's own)");
+  const comm::ProcessGroup shards = engine().shard_group();
+  TORCH_CHECK_VALUE(!shards || engine().num_no_sync_ == 0,
+                    "gradient_norm: within no_sync() the shards of a sharded model have no "
+                    "gradients yet: expected it after the backward outside of it");
   const auto& layout = ranks_.tensor_parallel;
   std::vector<at::Tensor> parameters;
   std::vector<int> copies;
@@ -49,7 +49,7 @@ double ModelWrapper::gradient_norm(CallSite site) const {
   const std::vector<double> own = optim::gradient_norms_squared(parameters);
   for (size_t i = 0; i < own.size(); ++i) squares += own[i] / copies[i];
   at::Tensor sum = at::tensor({squares}, at::kDouble);
-  if (const comm::ProcessGroup shards = engine().shard_group()) shards.all_reduce(sum);
+  if (shards) shards.all_reduce(sum);
   if (layout) layout->group().all_reduce(sum);
   return std::sqrt(sum.item<double>());
 }

@@ -119,11 +119,13 @@ class ModelWrapper {
   std::vector<at::Tensor> parameters() const;
 
   /// Norm of the whole averaged gradient, of all parts of a tensor-parallel model, the same on every
-  /// rank. Ignored parameters do not count.
+  /// rank. Ignored parameters do not count. Within no_sync(), and until the next backward outside of
+  /// it, gradients are not averaged: of a replicated model this is the norm of this rank's own.
   /// Collective where the model is sharded or tensor-parallel; blocks.
   /// Numerics: squares of the norms of single tensors add up in float64.
-  /// Errors:   c10::ValueError within no_sync(), where gradients are this rank's own. Between the end
-  ///           of its guard and the next backward they are that still, and this does not see it.
+  /// Errors:   c10::ValueError within no_sync() of a sharded model, whose shards have no gradients
+  ///           there. They have none between the end of its guard and the next backward either, and
+  ///           this does not see it.
   double gradient_norm(CallSite site = CallSite::here()) const;
 
   /// Accumulates locally while the returned guard lives; sharded, that costs the memory of a whole

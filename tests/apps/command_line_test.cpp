@@ -375,6 +375,17 @@ TEST(BenchTest, MoreStepsBetweenSavesThanStepsAreRefused) {
       << ended.output;
 }
 
+TEST(BenchTest, EveryStepIsTakenASecondTimeWithoutCommunication) {
+  const Ended ended =
+      shell(bin("nmt_step") +
+            " --exposed-communication --steps 2 --warmup 1 --mini-batch-words 26 --rows 2 --length "
+            "12 --depth 1 --vocabulary 100");
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  const auto line = nlohmann::json::parse(ended.output);
+  EXPECT_EQ(line["step_s"].size(), 2);
+  EXPECT_EQ(line["step_without_communication_s"].size(), 2);
+}
+
 TEST(BenchTest, TheMedianOfAnEvenNumberIsTheMeanOfTheTwoInTheMiddle) {
   EXPECT_EQ(cohort::bench::median_of({3}), 3);
   EXPECT_EQ(cohort::bench::median_of({9, 1, 2}), 2);

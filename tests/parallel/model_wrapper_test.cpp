@@ -179,11 +179,12 @@ TEST(NoSyncTest, ZeroGradResetsWhatWaits) {
   });
 }
 
-// There the norm would be this rank's alone, or that of nothing.
-TEST(NoSyncTest, GradientsHaveNoNormYet) {
-  test::ranks(2, [](const ProcessGroup& group) {
-    for_each_strategy(group, [&](auto make) {
-      auto model = make();
+// Shards get their gradients in the backward outside.
+TEST(NoSyncTest, GradientsOfShardsHaveNoNormYet) {
+  for (const Strategy strategy : {Strategy::kZero1, Strategy::kZero2, Strategy::kZero3}) {
+    SCOPED_TRACE(parallel::to_string(strategy));
+    test::ranks(2, [strategy](const ProcessGroup& group) {
+      ParallelModel model(UnitNet(), group, {.strategy = strategy});
       PlainNet plain;
       {
         const auto local = model.no_sync();
@@ -198,6 +199,21 @@ TEST(NoSyncTest, GradientsHaveNoNormYet) {
       EXPECT_NEAR(parallel::clip_grad_norm_(model, 0.1), norm, kBound * norm);
       expect_gradients(model, plain);
     });
+  }
+}
+
+// As in PyTorch; training that averages parameters now and then needs it.
+TEST(NoSyncTest, AReplicaClipsItsOwnGradients) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    ParallelModel model(UnitNet(), group, {.strategy = Strategy::kDdp});
+    PlainNet alone;
+    const auto local = model.no_sync();
+    loss_of(model(batch_of(group.rank()))).backward();
+    loss_of(alone->forward(batch_of(group.rank()))).backward();
+    const double norm = torch::nn::utils::clip_grad_norm_(trained(alone), 0.1);
+    EXPECT_NEAR(model.gradient_norm(), norm, kBound * norm);
+    EXPECT_NEAR(parallel::clip_grad_norm_(model, 0.1), norm, kBound * norm);
+    expect_gradients(model, alone);
   });
 }
 
