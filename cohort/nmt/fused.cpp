@@ -243,8 +243,8 @@ at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& b
   return out;
 }
 
-// A leaf's identity crosses to backward as a number: it is compared alone, and a saved leaf could not
-// be written to meanwhile.
+// Backward gets the leaf's address as a number, only to compare it. Saving the leaf itself would
+// forbid writing to it before backward.
 void save_identity(AutogradContext* context, const at::Tensor& weight) {
   const auto* leaf = weight.is_leaf() ? weight.unsafeGetTensorImpl() : nullptr;
   context->saved_data["parameter"] = static_cast<int64_t>(reinterpret_cast<intptr_t>(leaf));
@@ -255,6 +255,14 @@ at::Tensor take_gradient_memory(AutogradContext* context, at::IntArrayRef sizes,
                                 at::ScalarType type) {
   const auto leaf = static_cast<intptr_t>(context->saved_data["parameter"].toInt());
   return optim::take_gradient_memory(reinterpret_cast<const at::TensorImpl*>(leaf), sizes, type);
+}
+
+// The same, or memory of its own if nobody offers any.
+at::Tensor gradient_memory(AutogradContext* context, at::IntArrayRef sizes,
+                           const at::TensorOptions& options) {
+  const at::Tensor memory =
+      take_gradient_memory(context, sizes, c10::typeMetaToScalarType(options.dtype()));
+  return memory.defined() ? memory : at::empty(sizes, options);
 }
 
 // What a product of linear() keeps for its gradients, and those.
@@ -276,8 +284,7 @@ variable_list operand_gradients(AutogradContext* context, const at::Tensor& grad
   }
   if (context->needs_input_grad(1)) {
     const auto type = static_cast<at::ScalarType>(types[1]);
-    results[1] = take_gradient_memory(context, w.sizes(), type);
-    if (!results[1].defined()) results[1] = at::empty(w.sizes(), w.options().dtype(type));
+    results[1] = gradient_memory(context, w.sizes(), w.options().dtype(type));
     weight_gradient(grad, rows, results[1]);
   }
   return results;
@@ -430,25 +437,31 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
     const auto wide = hidden.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     const at::Tensor w = weight.to(hidden.scalar_type());
     const int64_t rows = hidden.size(0);
-    const bool is_one_chunk = rows > 0 && rows <= kChunkRows;
-    at::Tensor grad_hidden = with_gradient && !is_one_chunk ? at::empty_like(hidden) : at::Tensor();
-    at::Tensor grad_weight;
     const at::Tensor sums = at::zeros({2}, at::TensorOptions(hidden.device()).dtype(at::kDouble));
-    for (int64_t first = 0; first < rows; first += kChunkRows) {
-      const int64_t count = std::min(kChunkRows, rows - first);
-      const at::Tensor h = hidden.narrow(0, first, count);
-      const at::Tensor logits = product(h, w.t());
-      kernels_for(logits).cross_entropy(logits, labels.narrow(0, first, count), smoothing,
+    // Of rows h, which begin at `first`: the logits, or with_gradient their gradients.
+    const auto logits_of = [&](const at::Tensor& h, int64_t first) {
+      at::Tensor logits = product(h, w.t());
+      kernels_for(logits).cross_entropy(logits, labels.narrow(0, first, h.size(0)), smoothing,
                                         with_gradient, sums);
-      if (with_gradient && is_one_chunk) context->save_for_backward({logits, hidden, w});
-      if (!with_gradient || is_one_chunk) continue;
-      at::Tensor grad_h = grad_hidden.narrow(0, first, count);
-      multiply(logits, w, grad_h);
-      if (first == 0) grad_weight = at::empty(w.sizes(), w.options().dtype(wide));
-      weight_gradient(logits, h, grad_weight, /*has_earlier=*/first > 0);
-    }
-    if (with_gradient && !is_one_chunk) {
-      if (!grad_weight.defined()) grad_weight = at::zeros(w.sizes(), w.options().dtype(wide));
+      return logits;
+    };
+    if (with_gradient && rows > 0 && rows <= kChunkRows) {
+      context->save_for_backward({logits_of(hidden, 0), hidden, w});
+    } else {
+      at::Tensor grad_hidden, grad_weight;
+      if (with_gradient) {
+        grad_hidden = at::empty_like(hidden);
+        const at::TensorOptions options = w.options().dtype(wide);
+        grad_weight = rows > 0 ? at::empty(w.sizes(), options) : at::zeros(w.sizes(), options);
+      }
+      for (int64_t first = 0; first < rows; first += kChunkRows) {
+        const int64_t count = std::min(kChunkRows, rows - first);
+        const at::Tensor h = hidden.narrow(0, first, count), logits = logits_of(h, first);
+        if (!with_gradient) continue;
+        at::Tensor grad_h = grad_hidden.narrow(0, first, count);
+        multiply(logits, w, grad_h);
+        weight_gradient(logits, h, grad_weight, /*has_earlier=*/first > 0);
+      }
       context->saved_data["grad_hidden"] = grad_hidden;
       context->saved_data["grad_weight"] = grad_weight;
     }
@@ -490,8 +503,7 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
     const at::ScalarType wide = context->saved_data["wide"].toScalarType();
     variable_list results{scaled(product(logits, w), factor), at::Tensor()};
     if (!context->needs_input_grad(1)) return results;
-    at::Tensor grad_weight = take_gradient_memory(context, w.sizes(), wide);
-    if (!grad_weight.defined()) grad_weight = at::empty(w.sizes(), w.options().dtype(wide));
+    at::Tensor grad_weight = gradient_memory(context, w.sizes(), w.options().dtype(wide));
     // Few rows are scaled faster than the whole weight; in a half type that would round them.
     const bool scales_rows = hidden.scalar_type() == wide;
     weight_gradient(logits, scales_rows ? hidden * factor : hidden, grad_weight);
