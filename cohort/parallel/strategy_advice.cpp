@@ -19,7 +19,7 @@ struct Formula {
   double shared;
   int among;
   double sent;   // In units of the parameters' bytes.
-  double units;  // At most beside it: gathered, and gradients on their way.
+  double units;  // At most beside it: gathered, and those whose gradients are reduced.
 };
 
 std::string number(double value) {
@@ -57,9 +57,9 @@ double rank_memory(const AdviceRequest& request) {
   return static_cast<double>(request.host_memory_bytes) / request.local_world_size;
 }
 
-// Beside what the formulas count: units that are gathered and their gradients on their way, or the
-// whole model when there are no gradients.
-double on_the_way(const Formula& formula, const AdviceRequest& request) {
+// Beside what the formulas count: units that are gathered and those whose gradients are reduced, or
+// the whole model when there are no gradients.
+double in_flight(const Formula& formula, const AdviceRequest& request) {
   const double units = 4.0 * formula.units * static_cast<double>(request.largest_unit);
   const double whole = 4.0 * static_cast<double>(request.parameters) * others(formula.among);
   return request.gathers_whole && formula.whole == 0 ? std::max(units, whole) : units;
@@ -71,17 +71,19 @@ StrategyFit fit(const Formula& formula, const AdviceRequest& request) {
   // Under ddp one of the host's ranks has all copies, else each has those of its share.
   const double saved =
       request.saved_bytes / (formula.shared == 0 ? request.local_world_size : formula.among);
-  const double beside = on_the_way(formula, request);
+  const double beside = in_flight(formula, request);
   StrategyFit result{.strategy = formula.strategy,
                      .bytes = (each + saved) * parameters + beside,
                      .sent = formula.sent};
   result.fits = result.bytes <= kShareAtRest * rank_memory(request);
-  result.reason = number(each) + " bytes a parameter" +
-                  (saved > 0 ? ", " + number(saved) + " more in copies to be saved" : "") +
-                  (beside > 0 ? " and " + readable_bytes(beside) + " on the way" : "") + ": " +
-                  readable_bytes(result.bytes) + (result.fits ? " of " : ", more than ") +
-                  readable_bytes(kShareAtRest * rank_memory(request)) + "; sends " +
-                  number(result.sent) + " times the parameters a step";
+  result.reason =
+      number(each) + " bytes a parameter" +
+      (saved > 0 ? ", " + number(saved) + " more in copies to be saved" : "") +
+      (beside > 0 ? " and " + readable_bytes(beside) + " in units that are gathered or reduced"
+                  : "") +
+      ": " + readable_bytes(result.bytes) + (result.fits ? " of " : ", more than ") +
+      readable_bytes(kShareAtRest * rank_memory(request)) + "; sends " + number(result.sent) +
+      " times the parameters a step";
   return result;
 }
 
@@ -172,7 +174,7 @@ StrategyAdvice advise(const AdviceRequest& request) {
       (enough
            ? ": zero3 does on " + std::to_string(*enough) + ", " + std::to_string(local) + " a host"
            : ", nor on more: gathered units and their gradients take " +
-                 readable_bytes(on_the_way(zero3_on(1 << 20), request)) + " of a rank");
+                 readable_bytes(in_flight(zero3_on(1 << 20), request)) + " of a rank");
   return advice;
 }
 

@@ -111,8 +111,8 @@ IncompatibleKeys load_state(const ModelState& model, const OptimizerState& optim
                             const std::string& path, const LoadOptions& options, CallSite site) {
   TORCH_CHECK_VALUE(
       !model.shows_copies,
-      "checkpoint: load within unsharded(): expected it after the guard has ended, which "
-      "shows the values of before the load until then");
+      "checkpoint: load within unsharded(): expected it after the guard has ended; until then the "
+      "module's parameters keep their values");
   optim::Adam* const adam = adam_of(optimizer);
   torch::optim::Optimizer* const other = torch_of(optimizer);
   std::optional<train::OptimizerLoad> load;
