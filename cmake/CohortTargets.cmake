@@ -56,6 +56,18 @@ function(cohort_add_backend name)
   endif()
 endfunction()
 
+# cohort_add_loops(LIBRARY SOURCE NAME FLAGS ...)
+# Compiles SOURCE into cohort_LIBRARY for an instruction set: with these flags, vectorised, and COHORT_LOOPS defined as NAME.
+function(cohort_add_loops library source name)
+  set(target cohort_${library}_loops_${name})
+  add_library(${target} OBJECT ${source})
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR})
+  target_compile_definitions(${target} PRIVATE COHORT_LOOPS=${name})
+  target_compile_options(${target} PRIVATE -O3 -fopenmp-simd -fno-math-errno -fno-trapping-math ${ARGN})
+  cohort_warnings(${target})
+  target_sources(cohort_${library} PRIVATE $<TARGET_OBJECTS:${target}>)
+endfunction()
+
 function(cohort_warnings target)
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Wno-missing-field-initializers
     $<$<BOOL:${COHORT_WERROR}>:-Werror>)

@@ -17,6 +17,7 @@
 #include "cohort/optim/exponential_average.h"
 #include "cohort/optim/noam.h"
 #include "cohort/parallel/activation_checkpoint.h"
+#include "cohort/parallel/batch_norm_relu.h"
 #include "cohort/parallel/clip_grad.h"
 #include "cohort/parallel/comm_hooks/all_reduce.h"
 #include "cohort/parallel/comm_hooks/compress.h"

@@ -25,9 +25,36 @@
 #include <utility>
 #include <vector>
 
+#include "cohort/parallel/batch_statistics.h"
 #include "cohort/parallel/saved_group.h"
 
 namespace cohort::parallel {
+
+BatchStatistics combined_statistics(const at::Tensor& local, const comm::ProcessGroup& group) {
+  const int64_t channels = (local.numel() - 1) / 2;
+  at::Tensor gathered = at::empty({group.size() * local.numel()}, local.options());
+  group.all_gather_into(gathered, local);
+  const at::Tensor all = gathered.view({group.size(), local.numel()});
+  const at::Tensor means = all.narrow(1, 0, channels);
+  const at::Tensor counts = all.narrow(1, 2 * channels, 1);
+  BatchStatistics result;
+  result.count = counts.sum(0);
+  // Batches that are empty everywhere give 0 / 0, which the caller reports.
+  result.mean = (means * counts).sum(0) / result.count;
+  result.m2 =
+      (all.narrow(1, channels, channels) + (means - result.mean).square_().mul_(counts)).sum(0);
+  return result;
+}
+
+void update_running_statistics(at::Tensor running_mean, at::Tensor running_var,
+                               const BatchStatistics& statistics, double momentum) {
+  const auto mix = [momentum](at::Tensor& running, const at::Tensor& now) {
+    running.copy_(running.to(at::kDouble).mul_(1 - momentum).add_(now, momentum));
+  };
+  mix(running_mean, statistics.mean);
+  mix(running_var, statistics.m2 / (statistics.count - 1));
+}
+
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -38,13 +65,6 @@ using MaybeTensor = std::optional<at::Tensor>;
 MaybeTensor only_defined(const MaybeTensor& tensor) {
   return tensor && tensor->defined() ? tensor : std::nullopt;
 }
-
-// Over all ranks, per channel, float64.
-struct Statistics {
-  at::Tensor count;  // [1]
-  at::Tensor mean;   // [C]
-  at::Tensor m2;     // [C], sum of squared differences from the mean
-};
 
 // Of statistics and coefficients beside `input`: never of 16 bits, whatever the weight is.
 at::ScalarType parameter_type(const at::Tensor& input) {
@@ -75,29 +95,13 @@ at::Tensor local_statistics(const at::Tensor& input) {
                   at::full({1}, static_cast<double>(count), options)});
 }
 
-Statistics combined_statistics(const at::Tensor& local, const comm::ProcessGroup& group) {
-  const int64_t channels = (local.numel() - 1) / 2;
-  at::Tensor gathered = at::empty({group.size() * local.numel()}, local.options());
-  group.all_gather_into(gathered, local);
-  const at::Tensor all = gathered.view({group.size(), local.numel()});
-  const at::Tensor means = all.narrow(1, 0, channels);
-  const at::Tensor counts = all.narrow(1, 2 * channels, 1);
-  Statistics result;
-  result.count = counts.sum(0);
-  // Batches that are empty everywhere give 0 / 0, which the caller reports.
-  result.mean = (means * counts).sum(0) / result.count;
-  result.m2 =
-      (all.narrow(1, channels, channels) + (means - result.mean).square_().mul_(counts)).sum(0);
-  return result;
-}
-
 void check_channels(const at::Tensor& input, int64_t channels) {
   TORCH_CHECK_VALUE(input.dim() >= 2 && input.size(1) == channels,
                     "batch normalisation: expected an input [B, ", channels, ", ...], got ",
                     input.sizes());
 }
 
-void check_count(const at::Tensor& input, const Statistics& statistics) {
+void check_count(const at::Tensor& input, const BatchStatistics& statistics) {
   // A rank with two values or more need not wait for the device to know; with fewer in all, every
   // rank asks.
   if (input.numel() / std::max<int64_t>(input.size(1), 1) > 1) return;
@@ -107,15 +111,6 @@ void check_count(const at::Tensor& input, const Statistics& statistics) {
       "batch normalisation in training: expected more than one value per channel on all "
       "ranks together, got ",
       static_cast<int64_t>(count));
-}
-
-void update_running(at::Tensor running_mean, at::Tensor running_var, const Statistics& statistics,
-                    double momentum) {
-  const auto mix = [momentum](at::Tensor& running, const at::Tensor& now) {
-    running.copy_(running.to(at::kDouble).mul_(1 - momentum).add_(now, momentum));
-  };
-  mix(running_mean, statistics.mean);
-  mix(running_var, statistics.m2 / (statistics.count - 1));
 }
 
 // input * scale + shift, per channel, in one pass.
@@ -140,9 +135,9 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
                             double momentum, double eps, const comm::ProcessGroup& group) {
     const at::Tensor weight = maybe_weight.value_or(at::Tensor());
     const at::Tensor input = any_input.contiguous(any_input.suggest_memory_format());
-    const Statistics statistics = combined_statistics(local_statistics(input), group);
+    const BatchStatistics statistics = combined_statistics(local_statistics(input), group);
     check_count(input, statistics);
-    if (running_mean) update_running(*running_mean, *running_var, statistics, momentum);
+    if (running_mean) update_running_statistics(*running_mean, *running_var, statistics, momentum);
     const at::ScalarType type = parameter_type(input);
     const at::Tensor mean = statistics.mean.to(type);
     const at::Tensor variance = (statistics.m2 / statistics.count).to(type);
@@ -332,6 +327,15 @@ const torch::Library kKernel = [] {
   library.impl("batch_norm", TORCH_FN(batch_norm));
   return library;
 }();
+
+}  // namespace
+
+const comm::ProcessGroup* batch_norm_group(const std::optional<at::Tensor>& running_mean) {
+  const Conversion* conversion = conversion_of(running_mean);
+  return conversion == nullptr ? nullptr : &conversion->group;
+}
+
+namespace {
 
 template <class Impl>
 void convert(torch::nn::Module& module, const comm::ProcessGroup& group) {

@@ -7,6 +7,7 @@
 #include <torch/types.h>
 
 #include "cohort/base/tensor_part.h"
+#include "cohort/parallel/model_state.h"
 #include "cohort/parallel/saved_group.h"
 
 namespace cohort::parallel {

@@ -7,11 +7,13 @@
 #include <torch/nn/init.h>
 
 #include "cohort/base/error.h"
+#include "cohort/parallel/batch_norm_relu.h"
 
 namespace imagenet {
 namespace {
 
 namespace nn = torch::nn;
+using cohort::parallel::batch_norm_relu;
 
 struct Architecture {
   const char* name;
@@ -65,11 +67,10 @@ class BlockImpl : public nn::Module {
 
   at::Tensor forward(const at::Tensor& input) {
     at::Tensor x = input;
-    for (size_t i = 0; i < convolutions_.size(); ++i) {
-      x = norms_[i](convolutions_[i](x));
-      if (i + 1 < convolutions_.size()) x = x.relu_();
-    }
-    return (x + (downsample_ ? downsample_->forward(input) : input)).relu_();
+    for (size_t i = 0; i + 1 < convolutions_.size(); ++i)
+      x = batch_norm_relu(norms_[i], convolutions_[i](x));
+    return batch_norm_relu(norms_.back(), convolutions_.back()(x),
+                           downsample_ ? downsample_->forward(input) : input);
   }
 
  private:
@@ -119,7 +120,7 @@ ResNetImpl::ResNetImpl(const ResNetOptions& options) {
 }
 
 at::Tensor ResNetImpl::forward(const at::Tensor& pictures_BCHW) {
-  at::Tensor x = bn1_(conv1_(pictures_BCHW)).relu_();
+  at::Tensor x = batch_norm_relu(bn1_, conv1_(pictures_BCHW));
   x = nn::functional::max_pool2d(x, nn::functional::MaxPool2dFuncOptions(3).stride(2).padding(1));
   for (auto& layer : layers_) x = layer(x);
   return fc_->forward(x.mean({2, 3}));
