@@ -6,6 +6,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
 #include <algorithm>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -105,16 +106,21 @@ at::Tensor sums_over(const Rows& rows, const Body& body) {
   return total;
 }
 
-// [mean | m2 | count] of this rank's batch. Sums are of differences from a first estimate of the mean, so that they do not cancel.
+// [mean | m2 | count] of this rank's batch. Sums are of differences from an estimate of the mean, the mean of rows from all over
+// the batch, so that they hardly cancel.
 at::Tensor statistics_of_rows(const at::Tensor& x) {
-  constexpr int64_t kRowsOfEstimate = 64;
   const Rows rows(x);
-  at::Tensor sums, shift = at::zeros({rows.channels}, at::kFloat);
+  const int64_t samples = std::min<int64_t>(64, rows.count);
+  const at::Tensor zeros = at::zeros({rows.channels}, at::kFloat);
+  const at::Tensor sample_sums = at::zeros({2, rows.channels}, at::kDouble);
+  at::Tensor sums, shift;
   for_type(x, [&]<class T>(const BatchNormLoopsOf<T>& loops, T*) {
-    const int64_t some = std::min(kRowsOfEstimate, rows.count);
-    const at::Tensor first = at::zeros({2, rows.channels}, at::kDouble);
-    loops.statistics(data<T>(x), some, rows.channels, data<float>(shift), data<double>(first));
-    shift.copy_(first[0].div_(some));
+    for (int64_t i = 0; i < samples; ++i) {
+      const int64_t row = i * rows.count / samples;
+      loops.statistics(data<T>(x, row * rows.channels), 1, rows.channels, data<float>(zeros),
+                       data<double>(sample_sums));
+    }
+    shift = (sample_sums[0] / samples).to(at::kFloat);
     sums = sums_over(rows, [&](int64_t begin, int64_t count, double* part) {
       loops.statistics(data<T>(x, begin), count, rows.channels, data<float>(shift), part);
     });
@@ -139,6 +145,7 @@ struct BatchNormRelu : torch::autograd::Function<BatchNormRelu> {
                             const at::Tensor& bias, const at::Tensor& running_mean,
                             const at::Tensor& running_var, double momentum, double eps,
                             const comm::ProcessGroup& group) {
+    RECORD_USER_SCOPE("batch_norm_relu");
     const at::Tensor residual = maybe_residual.value_or(at::Tensor());
     const BatchStatistics statistics = statistics_of(x, group);
     update_running_statistics(running_mean, running_var, statistics, momentum);
@@ -222,18 +229,22 @@ struct BatchNormRelu : torch::autograd::Function<BatchNormRelu> {
 };
 
 bool is_fused(const torch::nn::BatchNorm2d& norm, const at::Tensor& x, const at::Tensor& residual) {
-  const auto is_float = [](const at::Tensor& tensor) {
-    return tensor.defined() && tensor.is_cpu() && tensor.scalar_type() == at::kFloat;
+  const auto is_per_channel = [&norm](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.is_cpu() && tensor.scalar_type() == at::kFloat &&
+           tensor.sizes() == at::IntArrayRef({norm->options.num_features()});
   };
   const auto is_rows = [&x](const at::Tensor& tensor) {
     return tensor.is_cpu() && tensor.scalar_type() == x.scalar_type() &&
            tensor.sizes() == x.sizes() && tensor.is_contiguous(kChannelsLast) &&
-           // One pixel lies so in either format: that the caller's is this one.
+           // With one pixel both formats have the same order in memory, and strides alone tell
+           // which of them the caller has chosen.
            tensor.suggest_memory_format() == kChannelsLast;
   };
-  return norm->is_training() && norm->options.momentum() && is_float(norm->weight) &&
-         is_float(norm->bias) && is_float(norm->running_mean) && is_float(norm->running_var) &&
-         x.dim() == 4 && x.size(1) == norm->options.num_features() &&
+  return norm->is_training() && norm->options.momentum() && norm->options.track_running_stats() &&
+         norm->num_batches_tracked.defined() && is_per_channel(norm->weight) &&
+         is_per_channel(norm->bias) && is_per_channel(norm->running_mean) &&
+         is_per_channel(norm->running_var) && x.dim() == 4 &&
+         x.size(1) == norm->options.num_features() &&
          // One value of a channel is refused by libtorch's forward.
          x.numel() > x.size(1) &&
          (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16) && is_rows(x) &&
@@ -246,7 +257,7 @@ at::Tensor batch_norm_relu(torch::nn::BatchNorm2d& norm, const at::Tensor& x,
                            const at::Tensor& residual) {
   if (!is_fused(norm, x, residual)) {
     at::Tensor y = norm->forward(x);
-    if (residual.defined()) y = y + residual;
+    if (residual.defined()) y.add_(residual);
     return y.relu_();
   }
   norm->num_batches_tracked += 1;

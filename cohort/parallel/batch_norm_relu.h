@@ -11,13 +11,13 @@ namespace cohort::parallel {
 ///
 /// x, residual: [B, C, H, W], of one shape, type and memory format.
 /// Fused:       on the CPU in training, for float32 or bfloat16 x with torch::MemoryFormat::ChannelsLast, and a float32 `norm`
-///              that has parameters, running statistics and a momentum. Memory is read three times in forward and backward
-///              together for what separate operations read seven times. Anything else is computed by those.
+///              with parameters, running statistics and a momentum: two passes over memory in forward and two in backward,
+///              where separate operations need seven or eight. Everything else uses the separate operations.
 /// Collective:  as SyncBatchNorm, with the same messages whether it is fused or not.
-/// Numerics:    fused, the result and each gradient are rounded once; sums over the batch are float32 over 64 pixels and
-///              float64 over these. They do not depend on the number of threads.
+/// Numerics:    fused, elements are computed in float32 and rounded to x's type once. Sums over the batch are float32 over 64
+///              pixels and float64 over these. They do not depend on the number of threads.
 /// Threads:     as `norm`: one caller at a time.
-/// Errors:      as norm->forward, and of SyncBatchNorm; c10::ValueError for a second derivative of the fused one.
+/// Errors:      as norm->forward and SyncBatchNorm; c10::ValueError from a backward with create_graph through the fused one.
 /// Source:      Ioffe and Szegedy 2015, arXiv:1502.03167, algorithm 1 and section 3.
 at::Tensor batch_norm_relu(torch::nn::BatchNorm2d& norm, const at::Tensor& x,
                            const at::Tensor& residual = {});

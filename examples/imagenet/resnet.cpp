@@ -69,8 +69,8 @@ class BlockImpl : public nn::Module {
     at::Tensor x = input;
     for (size_t i = 0; i + 1 < convolutions_.size(); ++i)
       x = batch_norm_relu(norms_[i], convolutions_[i](x));
-    return batch_norm_relu(norms_.back(), convolutions_.back()(x),
-                           downsample_ ? downsample_->forward(input) : input);
+    x = convolutions_.back()(x);
+    return batch_norm_relu(norms_.back(), x, downsample_ ? downsample_->forward(input) : input);
   }
 
  private:

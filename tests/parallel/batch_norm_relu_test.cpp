@@ -3,11 +3,13 @@
 #include "cohort/parallel/batch_norm_relu.h"
 
 #include <ATen/Parallel.h>
-#include <cmath>
+#include <array>
 #include <gtest/gtest.h>
 #include <limits>
+#include <string>
 #include <torch/autograd.h>
 #include <torch/types.h>
+#include <vector>
 
 #include "cohort/parallel/batch_norm_loops.h"
 #include "cohort/parallel/sync_batch_norm.h"
@@ -116,6 +118,21 @@ void expect_parameter_gradients(const at::Tensor& weight, const at::Tensor& bias
   expect_within(weight, reference->weight.grad(), bound);
 }
 
+// All that this processor supports, one after the other.
+class EachLoops {
+ public:
+  template <class Body>
+  explicit EachLoops(const Body& body) {
+    for (const BatchNormLoops* const* each = supported_batch_norm_loops(); *each; ++each) {
+      use_batch_norm_loops(**each);
+      body();
+    }
+  }
+  ~EachLoops() { use_batch_norm_loops(**supported_batch_norm_loops()); }
+  EachLoops(const EachLoops&) = delete;
+  EachLoops& operator=(const EachLoops&) = delete;
+};
+
 class BatchNormReluTest : public testing::TestWithParam<Case> {};
 
 INSTANTIATE_TEST_SUITE_P(
@@ -134,8 +151,7 @@ INSTANTIATE_TEST_SUITE_P(
 TEST_P(BatchNormReluTest, IsThatOfFloat64WithEachInstructionSet) {
   const Case& c = GetParam();
   const Batch batch = make_batch(c);
-  for (const BatchNormLoops* const* each = supported_batch_norm_loops(); *each != nullptr; ++each) {
-    use_batch_norm_loops(**each);
+  const EachLoops each([&] {
     BatchNorm2d norm = make_norm(c.shape[1]), reference = make_norm(c.shape[1], at::kDouble);
     for (int step = 0; step < 2; ++step) {
       norm->zero_grad();
@@ -145,8 +161,7 @@ TEST_P(BatchNormReluTest, IsThatOfFloat64WithEachInstructionSet) {
       expect_equals(result, norm, reference, batch);
       expect_parameter_gradients(norm->weight.grad(), norm->bias.grad(), reference, batch);
     }
-  }
-  use_batch_norm_loops(**supported_batch_norm_loops());
+  });
 }
 
 TEST_P(BatchNormReluTest, IsTheSameOnAnyNumberOfThreads) {
@@ -167,46 +182,78 @@ TEST_P(BatchNormReluTest, IsTheSameOnAnyNumberOfThreads) {
   EXPECT_TRUE(weights[0].equal(weights[1]));
 }
 
-// Batches of 1, 2 and 3 on ranks; the second rank's is not fused, for it is not channels last.
-TEST(SyncBatchNormReluTest, SpansRanksWhetherTheyFuseOrNot) {
-  test::ranks(3, [](const ProcessGroup& group) {
-    for (const bool adds : {false, true}) {
-      for (const bool all_fuse : {true, false}) {
-        const Batch all = make_batch({{6, 8, 3, 5}, at::kFloat, adds});
-        const int64_t first = std::array<int64_t, 3>{0, 1, 3}[static_cast<size_t>(group.rank())];
-        const auto format = all_fuse || group.rank() != 1 ? at::MemoryFormat::ChannelsLast
-                                                          : at::MemoryFormat::Contiguous;
-        const auto mine = [&](const at::Tensor& tensor) {
-          return tensor.defined() ? tensor.narrow(0, first, group.rank() + 1).contiguous(format)
-                                  : tensor;
-        };
-        BatchNorm2d norm = make_norm(8), reference = make_norm(8, at::kDouble);
-        convert_sync_batchnorm(*norm, group);
-        const Result result = run(norm, {mine(all.x), mine(all.residual), mine(all.grad)});
-        expect_equals(result, norm, reference, all, first);
-        at::Tensor weight = norm->weight.grad(), bias = norm->bias.grad();
-        group.all_reduce(weight);
-        group.all_reduce(bias);
-        expect_parameter_gradients(weight, bias, reference, all);
-      }
-    }
-  });
+// Squares of what lies far from 0 would cancel.
+TEST(BatchNormReluStatisticsTest, AMeanFarFromZeroKeepsTheVariance) {
+  torch::manual_seed(3);
+  for (const bool has_edge : {false, true}) {
+    at::Tensor x = at::randn({4, 6, 24, 24}).add_(1000);
+    if (has_edge) x.narrow(0, 0, 1).narrow(2, 0, 3).zero_();
+    x = x.contiguous(at::MemoryFormat::ChannelsLast);
+    const EachLoops each([&] {
+      BatchNorm2d norm{BatchNormOptions(6).momentum(1)};
+      batch_norm_relu(norm, x);
+      EXPECT_TRUE(wide(norm->running_var).allclose(wide(x).var({0, 2, 3}), 1e-5, 0));
+      EXPECT_TRUE(wide(norm->running_mean).allclose(wide(x).mean({0, 2, 3}), 1e-6, 0));
+    });
+  }
 }
 
-at::Tensor separate(BatchNorm2d& norm, const at::Tensor& x, const at::Tensor& residual) {
-  return (norm->forward(x) + residual).relu();
+struct RanksCase {
+  std::array<int64_t, 3> rows;
+  at::ScalarType type = at::kFloat;
+  bool adds = false;
+  bool all_fuse = true;  // Or rank 1's batch is not channels last.
+};
+
+// A rank with an empty batch never fuses.
+TEST(SyncBatchNormReluTest, SpansRanksWhetherTheyFuseOrNot) {
+  test::ranks(3, [](const ProcessGroup& group) {
+    const auto rank = static_cast<size_t>(group.rank());
+    for (const RanksCase& c :
+         {RanksCase{{1, 2, 3}}, RanksCase{{1, 2, 3}, at::kFloat, true},
+          RanksCase{{1, 2, 3}, at::kFloat, false, false},
+          RanksCase{{1, 2, 3}, at::kFloat, true, false}, RanksCase{{0, 2, 4}, at::kFloat, true},
+          RanksCase{{2, 2, 2}, at::kBFloat16, true}}) {
+      const Batch all = make_batch({{6, 8, 3, 5}, c.type, c.adds});
+      int64_t first = 0;
+      for (size_t before = 0; before < rank; ++before) first += c.rows[before];
+      const auto mine = [&](const at::Tensor& tensor) {
+        return tensor.defined()
+                   ? tensor.narrow(0, first, c.rows[rank])
+                         .contiguous(c.all_fuse || rank != 1 ? at::MemoryFormat::ChannelsLast
+                                                             : at::MemoryFormat::Contiguous)
+                   : tensor;
+      };
+      BatchNorm2d norm = make_norm(8), reference = make_norm(8, at::kDouble);
+      convert_sync_batchnorm(*norm, group);
+      const Result result = run(norm, {mine(all.x), mine(all.residual), mine(all.grad)});
+      expect_equals(result, norm, reference, all, first);
+      at::Tensor weight = norm->weight.grad(), bias = norm->bias.grad();
+      group.all_reduce(weight);
+      group.all_reduce(bias);
+      expect_parameter_gradients(weight, bias, reference, all);
+    }
+  });
 }
 
 TEST(BatchNormReluElsewhereTest, IsThatOfSeparateOperations) {
   const Batch batch = make_batch({{4, 6, 5, 5}, at::kFloat, true});
   const auto expect_same = [&](const BatchNormOptions& options, const at::Tensor& x,
                                const at::Tensor& residual, bool trains = true) {
-    BatchNorm2d one{options}, other{options};
-    one->to(x.scalar_type());
-    other->to(x.scalar_type());
-    one->train(trains);
-    other->train(trains);
-    EXPECT_TRUE(batch_norm_relu(one, x, residual).equal(separate(other, x, residual)));
+    std::vector<at::Tensor> results, gradients;
+    for (const bool is_separate : {false, true}) {
+      BatchNorm2d norm{options};
+      norm->to(x.scalar_type());
+      norm->train(trains);
+      const at::Tensor leaf = x.detach().requires_grad_();
+      const at::Tensor out = is_separate ? (norm->forward(leaf) + residual).relu()
+                                         : batch_norm_relu(norm, leaf, residual);
+      out.backward(batch.grad.to(x.scalar_type()));
+      results.push_back(out.detach());
+      gradients.push_back(leaf.grad());
+    }
+    EXPECT_TRUE(results[0].equal(results[1]));
+    EXPECT_TRUE(gradients[0].equal(gradients[1]));
   };
   const BatchNormOptions options(6);
   expect_same(options, batch.x, batch.residual, /*trains=*/false);
@@ -227,6 +274,8 @@ TEST(BatchNormReluElsewhereTest, RefusesWhatTheNormRefuses) {
   EXPECT_THROW(batch_norm_relu(norm, rows({2, 5, 3, 3})), c10::Error) << "channels";
   EXPECT_THROW(batch_norm_relu(norm, rows({1, 6, 1, 1})), c10::Error) << "one value";
   EXPECT_THROW(batch_norm_relu(norm, at::ones({2, 6})), c10::Error) << "dimensions";
+  norm->bias = at::zeros({1});
+  EXPECT_THROW(batch_norm_relu(norm, rows({2, 6, 3, 3})), c10::Error) << "a bias of 1";
 }
 
 TEST(BatchNormReluGradientTest, HasNoSecondDerivative) {
@@ -242,12 +291,29 @@ TEST(BatchNormReluGradientTest, GoesToWhatWantsOneOnly) {
   const Batch batch = make_batch({{4, 6, 5, 5}, at::kFloat, true});
   BatchNorm2d norm = make_norm(6);
   norm->bias.set_requires_grad(false);
-  batch_norm_relu(norm, batch.x, batch.residual).backward(batch.grad);
+  const Result both = run(norm, batch);
   EXPECT_TRUE(norm->weight.grad().defined());
   EXPECT_FALSE(norm->bias.grad().defined());
-  EXPECT_FALSE(batch.x.grad().defined());
+  const auto gradient = [&](bool of_x) {
+    const at::Tensor x = batch.x.detach().requires_grad_(of_x);
+    const at::Tensor residual = batch.residual.detach().requires_grad_(!of_x);
+    batch_norm_relu(norm, x, residual).backward(batch.grad);
+    return of_x ? x.grad() : residual.grad();
+  };
+  EXPECT_TRUE(gradient(true).allclose(both.grad_x, 1e-5, 1e-6));
+  EXPECT_TRUE(gradient(false).equal(both.grad_residual));
   const at::NoGradGuard no_grad;
   EXPECT_FALSE(batch_norm_relu(norm, batch.x).requires_grad());
+}
+
+TEST(BatchNormReluGradientTest, OfATensorAddedToItsOwnNormIsTheSum) {
+  BatchNorm2d norm = make_norm(6);
+  Batch batch = make_batch({{4, 6, 5, 5}});
+  const at::Tensor x = batch.x.detach().requires_grad_();
+  batch_norm_relu(norm, x, x).backward(batch.grad);
+  batch.residual = batch.x;
+  const Result apart = run(norm, batch);
+  EXPECT_TRUE(x.grad().allclose(apart.grad_x + apart.grad_residual, 1e-5, 1e-6));
 }
 
 // What forward has saved is what backward reads.
