@@ -92,7 +92,8 @@ void check_listening_endpoint(const std::string& name, const std::string& text) 
 }
 
 bool is_loopback(const std::string& endpoint) {
-  const std::string host = endpoint.substr(0, endpoint.rfind(':'));
+  const std::string host = endpoint.starts_with('[') ? endpoint.substr(0, endpoint.find(']') + 1)
+                                                     : endpoint.substr(0, endpoint.rfind(':'));
   in_addr address{};
   const bool is_number = ::inet_pton(AF_INET, host.c_str(), &address) == 1;
   return host == "[::1]" || (is_number && ntohl(address.s_addr) >> 24 == 127);

@@ -56,7 +56,7 @@ struct PlanOptions {
   int trainer_id = 0;             ///< This trainer, in [0, trainers). Servers: unused.
   int trainers = 1;               ///< Collective: the number of trainer_endpoints, or 1 (unset).
   std::string pservers;           ///< "host:port,unix:PATH".
-  std::string trainer_endpoints;  ///< Likewise; collective only.
+  std::string trainer_endpoints;  ///< "host:port,host:port"; collective only.
   std::string current_endpoint;   ///< A server's own, one of pservers; empty for a trainer.
                                   ///< Collective: trainer_id's own, or empty.
   Mode mode = Mode::kPserver;
@@ -64,7 +64,7 @@ struct PlanOptions {
       true;  ///< A step closes when every trainer has pushed; else pushes apply as they come.
   bool slice_var_up = true;  ///< Cut large parameters; else each lives on one server.
   SplitMethod split_method = round_robin();
-  int64_t min_block_size = 8192;  ///< A parameter is not cut into blocks of fewer elements.
+  int64_t min_block_size = 8192;  ///< Elements of a block, at least; the last one may have fewer.
 };
 
 /// Reads "pserver" or "collective".

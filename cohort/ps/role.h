@@ -23,7 +23,7 @@ struct RoleInfo {
   const std::string& endpoint() const { return servers[static_cast<size_t>(server_id)]; }
 };
 
-/// Reads this process's role; nothing if none of the variables is set.
+/// Reads this process's role; nothing unless PADDLE_TRAINING_ROLE or a list of servers is set.
 ///
 /// Variables, of alternatives the first that is set:
 /// - role: PADDLE_TRAINING_ROLE or TRAINING_ROLE, which say PSERVER or TRAINER;

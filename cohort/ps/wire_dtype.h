@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The type in which values travel between trainers and servers.
+// The type of the values in messages between trainers and servers.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,15 +7,15 @@
 
 namespace cohort::ps {
 
-/// Servers keep weights and the optimizer's state in float32, whatever travels.
+/// Servers keep weights and the optimizer's state in float32, whatever the messages' type is.
 ///
-/// kBfloat16 halves the bytes of values in pulls, in pushes and in the log, which has what
-/// travelled. Ids stay as they are. Weights are rounded to the nearest (ties to even) by the server.
+/// kBfloat16 halves the bytes of values in pulls, in pushes and in the log of pushes, which stores
+/// them as received. Ids stay as they are. The server rounds weights to nearest, ties to even.
 /// Gradients are rounded by the trainer, up or down at random, so that their mean is the gradient:
 /// the random numbers are a function of (table and its seed, id; or the dense parameter; trainer,
 /// number of the push, element), so a push that is made again has the same bits, whatever the
 /// number of servers. NaN and infinities stay what they are; a finite gradient stays finite.
-/// Initial values travel as float32.
+/// Initial values are sent as float32.
 enum class WireDtype : uint32_t { kFloat32, kBfloat16 };
 
 /// Of a value.

@@ -170,6 +170,13 @@ TEST(RoleTest, BadValuesAreNamed) {
             "'10.0.0.3:1'");
 }
 
+TEST(EndpointsTest, LoopbackIsThisHostByNumber) {
+  for (const char* here : {"127.0.0.1:80", "127.9.9.9", "[::1]:80", "[::1]"})
+    EXPECT_TRUE(is_loopback(here)) << here;
+  for (const char* elsewhere : {"10.0.0.1:80", "[::2]:80", "[::1", "127.example:80", "localhost"})
+    EXPECT_FALSE(is_loopback(elsewhere)) << elsewhere;
+}
+
 TEST(EndpointsTest, WhereAServerListensIsAPortOrAPath) {
   for (const char* good : {"127.0.0.1:0", "[::1]:65535", "host:1", "unix:/tmp/server"}) {
     EXPECT_NO_THROW(check_listening_endpoint("--endpoint", good)) << good;

@@ -2,6 +2,7 @@
 // Session and Embedding: a libtorch program as a trainer.
 #include "cohort/ps/module/session.h"
 
+#include <array>
 #include <barrier>
 #include <gtest/gtest.h>
 #include <optional>
@@ -17,6 +18,7 @@
 #include "cohort/ps/rpc/rpc_server.h"
 #include "cohort/ps/server/server.h"
 
+#include "tests/ps/scratch_folder.h"
 #include "tests/support/message_of.h"
 
 namespace cohort::ps {
@@ -25,10 +27,11 @@ namespace session_test {
 // Servers of a job on loopback, without a log.
 class Servers {
  public:
-  explicit Servers(int count) {
+  explicit Servers(int count, const std::string& load = {}) {
     for (int server = 0; server < count; ++server) {
       servers_.push_back(std::make_unique<Server>(ServerOptions{.server = server,
                                                                 .servers = count,
+                                                                .load = load,
                                                                 .durability = Durability::kApplied,
                                                                 .snapshot_log_bytes = 0},
                                                   log_));
@@ -164,6 +167,38 @@ TEST(SessionTest, PoolingAndPaddingAreLibtorchsEmbeddingBag) {
       EXPECT_TRUE(at::allclose(now, weight[id] - 0.5 * weight.grad()[id], 1e-6, 1e-6)) << id;
     }
   }
+}
+
+TEST(SessionTest, EmptyBagsAreZeros) {
+  for (const Pooling pooling : {Pooling::kSum, Pooling::kMean}) {
+    Session session(local_options());
+    Embedding rows = session.embedding(kTable, {.pooling = pooling});
+    session.start();
+    const at::Tensor filled = rows->forward(at::arange(6).view({2, 3})).detach();
+    EXPECT_GT(filled.abs().sum().item<float>(), 0);
+    // Of memory that has had other values.
+    for (int time = 0; time < 3; ++time) {
+      at::full({2, 4}, 7.0f);
+      const at::Tensor none = rows->forward(at::empty({2, 0}, at::kLong));
+      EXPECT_TRUE(none.equal(at::zeros({2, 4})));
+      none.sum().backward();
+    }
+    session.push();
+  }
+}
+
+TEST(SessionTest, CountsBelowOneAreRefused) {
+  const auto refusal = [](auto change) {
+    return test::message_of<ConfigError>([&] {
+      SessionOptions options = local_options();
+      change(options);
+      const Session session(options);
+    });
+  };
+  EXPECT_EQ(refusal([](SessionOptions& o) { o.max_merge = 0; }),
+            "session: max_merge: expected 1 or more, got 0");
+  EXPECT_EQ(refusal([](SessionOptions& o) { o.geo_steps = 0; }),
+            "session: geo_steps: expected 1 or more, got 0");
 }
 
 // Runs `trainers` trainers as threads; returns the first one's parameters and rows at the end.
@@ -454,6 +489,29 @@ TEST(SessionTest, RanksOfAHostResumeFromOneStep) {
   EXPECT_EQ(before[1], before[0]);
   EXPECT_EQ(after[0], before[0] + 2);
   EXPECT_EQ(after[1], after[0]);
+}
+
+TEST(SessionTest, RanksOfAHostCountTheStepsOfALoadedCheckpoint) {
+  const ScratchFolder folder;
+  const std::string saved = folder.path("saved");
+  HostOfThreads(2).run(Servers(2), [&](int rank, Session& session) {
+    Model model(session);
+    session.start();
+    train(session, model, 3, rank, 2);
+    if (rank == 0) session.save(saved);
+    session.finish();
+  });
+  std::vector<std::array<int64_t, 2>> steps(2);
+  HostOfThreads(2).run(Servers(2, saved), [&](int rank, Session& session) {
+    Model model(session);
+    session.start();
+    const int64_t first = session.step();
+    train(session, model, 2, rank, 2);
+    steps[static_cast<size_t>(rank)] = {first, session.step()};
+    session.finish();
+  });
+  EXPECT_EQ(steps[0], (std::array<int64_t, 2>{3, 5}));
+  EXPECT_EQ(steps[1], steps[0]);
 }
 
 TEST(SessionTest, IdsMayBeWrittenAnewInTheSameMemory) {

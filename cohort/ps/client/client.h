@@ -50,7 +50,7 @@ struct PushRows {
   std::span<const float> gradients{};  ///< [ids.size() x width]
 };
 
-/// A pull in flight.
+/// A pull in flight. Its Client must outlive the call of wait().
 class PendingPull {
  public:
   PendingPull(PendingPull&&) noexcept;
@@ -108,7 +108,8 @@ class Client {
   uint64_t pushed_before() const { return pushed_before_; }
 
   /// Requests rows, and all parameters unless `parameters` is empty. kSync: of the state after
-  /// step() steps. Returns at once.
+  /// step() steps. Returns at once; but kSync with several servers blocks until all of them have
+  /// acknowledged the last push, unless it is a prediction.
   PendingPull pull(std::span<const PullRows> rows, std::vector<std::span<float>> parameters,
                    bool is_prediction = false);
 

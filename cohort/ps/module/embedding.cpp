@@ -55,8 +55,9 @@ struct LookUpFunction : torch::autograd::Function<LookUpFunction> {
   }
 
   static at::Tensor values(const LookUp& look_up, const std::vector<int64_t>& shape) {
-    at::Tensor output =
-        at::empty(shape, at::TensorOptions(at::kFloat).pinned_memory(look_up.pinned));
+    const auto options = at::TensorOptions(at::kFloat).pinned_memory(look_up.pinned);
+    // No id is visited of empty groups, whose sums are 0.
+    at::Tensor output = look_up.group == 0 ? at::zeros(shape, options) : at::empty(shape, options);
     float* const out = output.mutable_data_ptr<float>();
     const float* const weights = look_up.batch->weights.data();
     const size_t width = look_up.width();

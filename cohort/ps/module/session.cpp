@@ -2,10 +2,12 @@
 #include "cohort/ps/module/session.h"
 
 #include <algorithm>
+#include <array>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <cstring>
 #include <torch/nn/module.h>
 #include <torch/types.h>
+#include <tuple>
 #include <utility>
 
 #include "cohort/base/error.h"
@@ -41,6 +43,12 @@ SessionOptions checked(SessionOptions options) {
   if (options.max_staleness >= 0 && options.training != Training::kAsync)
     throw ConfigError("session: max_staleness " + std::to_string(options.max_staleness) +
                       ": expected -1, only async has a bound, got " + name_of(options.training));
+  if (options.max_merge < 1)
+    throw ConfigError("session: max_merge: expected 1 or more, got " +
+                      std::to_string(options.max_merge));
+  if (options.geo_steps < 1)
+    throw ConfigError("session: geo_steps: expected 1 or more, got " +
+                      std::to_string(options.geo_steps));
   if (options.training != Training::kLocal) {
     if (!options.load.empty())
       throw ConfigError("session: with servers, the servers load a checkpoint (" + options.load +
@@ -212,8 +220,8 @@ void Session::push() {
 }
 
 int64_t Session::step() const {
-  const bool counts = client_ && options_.training == Training::kSync;
-  return counts ? static_cast<int64_t>(client_->step()) : steps_before_ + steps_;
+  if (options_.training != Training::kSync) return steps_before_ + steps_;
+  return client_ ? static_cast<int64_t>(client_->step()) : first_step_ + steps_;
 }
 
 int64_t Session::steps_before() const {
@@ -224,14 +232,17 @@ int64_t Session::steps_before() const {
 void Session::find_steps_before() {
   const bool counts = options_.training == Training::kSync || options_.training == Training::kAsync;
   if (client_ && counts) steps_before_ = static_cast<int64_t>(client_->pushed_before());
+  if (client_) first_step_ = static_cast<int64_t>(client_->step());
   if (options_.host.size == 1) return;
   // Rank 0 of the host has the client.
-  std::vector<std::byte> bytes(sizeof steps_before_);
-  std::memcpy(bytes.data(), &steps_before_, bytes.size());
+  std::array steps{steps_before_, first_step_};
+  std::vector<std::byte> bytes(sizeof steps);
+  std::memcpy(bytes.data(), steps.data(), bytes.size());
   options_.host.broadcast(bytes);
-  TORCH_CHECK_VALUE(bytes.size() == sizeof steps_before_, "session: expected ",
-                    sizeof steps_before_, " bytes from rank 0 of the host, got ", bytes.size());
-  std::memcpy(&steps_before_, bytes.data(), bytes.size());
+  TORCH_CHECK_VALUE(bytes.size() == sizeof steps, "session: expected ", sizeof steps,
+                    " bytes from rank 0 of the host, got ", bytes.size());
+  std::memcpy(steps.data(), bytes.data(), bytes.size());
+  std::tie(steps_before_, first_step_) = std::tuple(steps[0], steps[1]);
 }
 
 void Session::flush() {

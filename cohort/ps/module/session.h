@@ -63,8 +63,8 @@ struct SessionOptions {
   std::string load;            ///< kLocal: a checkpoint to begin with, of any number of servers.
   int64_t max_staleness = -1;  ///< See JobOptions; -1 except for kAsync.
   int64_t batch_size = 0;      ///< Examples of this trainer in a step: see JobOptions.
-  int64_t max_merge = 20;      ///< kHalfAsync: pushes summed into one.
-  int64_t geo_steps = 100;     ///< kGeo: local steps between two synchronisations.
+  int64_t max_merge = 20;      ///< kHalfAsync: most pushes summed into one, >= 1.
+  int64_t geo_steps = 100;     ///< kGeo: local steps between two synchronisations, >= 1.
   SplitMethod split_method = round_robin();
   bool slice_var_up = true;
   int64_t min_block_size = 8192;
@@ -79,8 +79,9 @@ struct SessionOptions {
 /// Errors: ConfigError if there is no such role, or this process is a server.
 SessionOptions with_environment(SessionOptions options);
 
-/// A trainer's side of a job. Everything that begins with pull, push, start, finish or save may
-/// block for servers and other trainers, with the timeouts of ClientOptions::link.
+/// A trainer's side of a job. start(), start_pull(), pull(), push(), flush(), finish(), save() and
+/// Embedding's forward() may block for servers and other trainers, with the timeouts of
+/// ClientOptions::link.
 ///
 /// Owner:   holds the parameters that were added (by handle) and the tables.
 /// Threads: one.
@@ -94,7 +95,7 @@ class Session {
   Embedding embedding(const TableOptions& table, const EmbeddingOptions& options = {});
   /// The module's parameters, by "<name>.<parameter>": float32, contiguous, on one device. Before
   /// start(). Those that need no gradient stay as they are, everywhere. Of parameters on another
-  /// device than the CPU the session has copies in pinned memory, which travel.
+  /// device than the CPU the session sends and receives copies in pinned memory.
   void add(const std::string& name, const torch::nn::Module& module);
 
   /// Joins the job. All trainers begin with trainer 0's values, unless the servers have some
@@ -122,12 +123,13 @@ class Session {
   /// 0 with the other kinds, whose pushes are no steps.
   /// Errors: c10::ValueError before start().
   int64_t steps_before() const;
-  /// Steps so far (of the job, for a restarted trainer).
+  /// kSync: the job's steps that this trainer has pushed or need not push, with those of a
+  /// checkpoint that the servers began with. Otherwise steps_before() and the pushes since start().
   int64_t step() const;
   /// Waits until all that was pushed is acknowledged.
   void flush();
   /// The same, and leaves: steps close without this trainer. The last call. A process that ends
-  /// without it counts as lost. Does nothing before start(), or after one that failed.
+  /// without it counts as lost. Does nothing before start(), or after one that could not join.
   void finish();
   /// A checkpoint of all servers, in a folder that they see (a relative path is from theirs). One
   /// trainer calls it, before finish(); kSync: it is of the state after step(), for which it waits.
@@ -161,7 +163,8 @@ class Session {
   std::function<void()> finish_pull_;
   std::optional<c10::Event> copied_;  // The last pull's values, to the device.
   int64_t steps_before_ = 0;
-  int64_t steps_ = 0;  // Since start().
+  int64_t first_step_ = 0;  // kSync: the client's at start().
+  int64_t steps_ = 0;       // Since start().
 };
 
 }  // namespace cohort::ps

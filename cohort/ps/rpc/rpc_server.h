@@ -25,8 +25,9 @@ void check_rpc_server(const RpcServerOptions& options);
 class RpcServer {
  public:
   /// Owner: `server` must outlive this.
-  /// Errors: ConfigError that names the endpoint: not an address of this host alone without TLS, in
-  /// use, no place for a socket; or the file of a certificate: read_pem_files, check_server_name.
+  /// Errors: ConfigError that names the endpoint: without TLS it is not a loopback address or a unix
+  /// socket, it is in use, or its folder does not exist. ConfigError that names the file of a
+  /// certificate: pem_files.h has the list.
   RpcServer(Server& server, const RpcServerOptions& options);
   /// Ends all connections.
   ~RpcServer();

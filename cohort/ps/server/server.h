@@ -57,7 +57,7 @@ struct ServerOptions {
 
 class Server {
  public:
-  /// Recovers what `folder` holds: newest snapshot, then the log behind it.
+  /// Recovers what `folder` holds: newest snapshot, then the log after it. `log` must outlive this.
   /// Errors: ConfigError: the folder is another server's, in use by another process, or damaged
   /// (file and offset); table_threads is out of its range.
   Server(const ServerOptions& options, const Log& log);
