@@ -197,6 +197,13 @@ void validate(const RunOptions& options) {
           std::to_string(options.watch_period.count()) + " ms");
   require(options.stall_timeout.count() >= 0, "--stall-timeout", "seconds >= 0",
           std::to_string(options.stall_timeout.count()) + " ms");
+  require(options.keep_alive.interval.count() > 0, "--rdzv-conf", "keep_alive_interval > 0",
+          std::to_string(options.keep_alive.interval.count()) + " ms");
+  require(options.keep_alive.max_attempt >= 1 && options.keep_alive.max_attempt <= 1000,
+          "--rdzv-conf", "keep_alive_max_attempt 1 to 1000",
+          std::to_string(options.keep_alive.max_attempt));
+  require(options.last_call_timeout.count() >= 0, "--rdzv-conf", "last_call_timeout >= 0",
+          std::to_string(options.last_call_timeout.count()) + " ms");
   require(options.interface.empty() || ::if_nametoindex(options.interface.c_str()) != 0,
           "--interface", "one of " + interfaces(), options.interface);
   require(!options.command.empty(), "PROGRAM", "a program to start after --", "nothing");

@@ -58,7 +58,8 @@ struct RunOptions;
 /// Reads torchrun's "keep_alive_interval=5,join_timeout=600" into `options`; numbers are seconds,
 /// or a count. Keys: join_timeout (rdzv_timeout), last_call_timeout, keep_alive_interval,
 /// keep_alive_max_attempt.
-/// Errors: ConfigError that names --rdzv-conf: another key, one given twice, no such number.
+/// Errors: ConfigError that names --rdzv-conf: another key, one given twice, seconds outside
+///         [0.05, 1000000], or keep_alive_max_attempt outside [1, 1000].
 void parse_rdzv_conf(const std::string& text, RunOptions& options);
 
 /// The parameter servers that run beside the workers of a job on one node.
@@ -95,7 +96,7 @@ struct KeepAlive {
 struct RunOptions {
   std::vector<std::string> command;  ///< Program (a path, or a name found in PATH) and arguments.
   int nproc_per_node = 1;            ///< Workers on this node; >= 1.
-  NodeCount nnodes;                  ///< Nodes of the job; min < max: elastic.
+  NodeCount nnodes;                  ///< Nodes of the job; min < max needs rdzv_endpoint.
   int node_rank = 0;                 ///< This node, in [0, nnodes.max). Unused with rdzv_endpoint.
   std::string master_addr;           ///< Node 0's address; empty: 127.0.0.1, for one node only.
   int master_port = 0;               ///< Store's port on node 0; 0: a free one.

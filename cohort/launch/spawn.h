@@ -9,7 +9,7 @@ namespace cohort::launch {
 bool is_spawned();
 
 /// Runs this very program again, with its own arguments, as options.nproc_per_node workers of node
-/// options.node_rank; options.command must be empty. Everything else is as with run(): environment,
+/// options.node_rank; options.command must be empty. Everything else is as with `cohort run`: environment,
 /// logs, signals, the report of the first failing rank, and that no process is left behind.
 ///
 ///     int main(int argc, char** argv) {
@@ -18,10 +18,12 @@ bool is_spawned();
 ///     }
 ///
 /// A program whose --rank and --world-size count nodes gives them as node_rank and nnodes.
-/// Returns:  what run() returns, once all workers ended.
+/// Returns:  once all workers have ended: 0 if all exited with 0; otherwise the exit code of the
+///           first rank that failed (base/program.h), or 128 + n if signal n ended it; 4 if they
+///           stopped with a checkpoint; 3 if the rendezvous server was lost or too few nodes came.
 /// Threads:  call at the start of main(): no other thread may exist (workers are forked, and
 ///           signals are taken from this thread).
-/// Errors:   ConfigError: as run(); other threads exist; called by a spawned worker.
+/// Errors:   ConfigError: bad options; the port is in use; other threads exist; called by a worker.
 int spawn(RunOptions options);
 
 /// Calls `function` with the local rank, 0 to nprocs - 1, in as many forks of this process: what

@@ -128,6 +128,9 @@ TEST(RunOptionsTest, EveryBadValueNamesItsFlag) {
   starts([](RunOptions& o) { o.master_port = 0; }, "--master-port");
   starts([](RunOptions& o) { o.master_addr = ""; }, "--master-addr");
   starts([](RunOptions& o) { o.grace = std::chrono::milliseconds(-1); }, "--grace");
+  starts([](RunOptions& o) { o.keep_alive.interval = {}; }, "--rdzv-conf: expected keep_alive_int");
+  starts([](RunOptions& o) { o.keep_alive.max_attempt = 0; }, "--rdzv-conf: expected keep_alive_m");
+  starts([](RunOptions& o) { o.last_call_timeout = -std::chrono::milliseconds(1); }, "--rdzv-conf");
   starts([](RunOptions& o) { o.command.clear(); }, "PROGRAM");
   starts([](RunOptions& o) { o.nnodes = {3, 2}; }, "--nnodes");
   starts([](RunOptions& o) { o.nnodes = {1, 2}; }, "--rdzv-endpoint");
