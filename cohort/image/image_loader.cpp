@@ -147,8 +147,11 @@ ImageBatch ImageLoader::Impl::finish(Slot& slot) {
   }
   if (good.size() == slot.damage.size()) return std::move(slot.batch);
   const at::Tensor rows = torch::tensor(good, at::kLong);
-  return {.images_BCHW = slot.batch.images_BCHW.index_select(0, rows),
-          .labels_B = slot.batch.labels_B.index_select(0, rows)};
+  const auto kept = [&](const at::Tensor& all) {
+    const at::Tensor some = all.index_select(0, rows);
+    return options.pin_memory ? some.pin_memory() : some;
+  };
+  return {.images_BCHW = kept(slot.batch.images_BCHW), .labels_B = kept(slot.batch.labels_B)};
 }
 
 ImageLoader::ImageLoader(const ImageFolder& folder, std::vector<std::vector<int64_t>> batches,

@@ -21,7 +21,8 @@ struct ImageBatch {
 
 enum class Transform { kTraining, kEvaluation };
 
-/// What to do with an image that cannot be decoded.
+/// What to do with a corrupt image. A file that the system does not let be read (UnreadableFile)
+/// makes next() throw in either case. After an error next() goes on with the next batch.
 enum class OnDamage {
   kThrow,  ///< next() throws when it comes to the image's batch.
   kSkip,   ///< Its batch is one smaller; num_skipped() counts it.
@@ -47,7 +48,9 @@ struct ImageLoaderOptions {
 /// Threads: one caller. The destructor waits for the images that are being decoded.
 class ImageLoader {
  public:
-  /// `batches` are numbers of images in `folder`, from DistributedSampler and cut_batches().
+  /// `batches` are numbers of images in `folder`, from DistributedSampler and cut_batches(); a
+  /// number out of range is a std::out_of_range of next().
+  /// Errors: c10::ValueError for an option out of range.
   ImageLoader(const ImageFolder& folder, std::vector<std::vector<int64_t>> batches,
               const ImageLoaderOptions& options);
   ~ImageLoader();

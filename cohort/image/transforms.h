@@ -11,10 +11,10 @@
 namespace cohort::image {
 
 struct TransformOptions {
-  int64_t size = 224;           ///< Height and width of the result.
-  int64_t resize = 256;         ///< Evaluation: the shorter side before the centre is cut out.
-  double min_area = 0.08;       ///< Training: share of the image that a crop covers ...
-  double max_area = 1;          ///< ... at least and at most, in (0, 1].
+  int64_t size = 224;      ///< Height and width of the result.
+  int64_t resize = 256;    ///< Evaluation: the shorter side before the centre is cut out; >= size.
+  double min_area = 0.08;  ///< Training: share of the image that a crop covers ...
+  double max_area = 1;     ///< ... at least and at most, in (0, 1].
   double min_aspect = 3.0 / 4;  ///< Width / height of a crop, at least ...
   double max_aspect = 4.0 / 3;  ///< ... and at most.
   double flip = 0.5;            ///< Training: probability of a horizontal flip.
