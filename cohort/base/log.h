@@ -30,7 +30,8 @@ struct LogOptions {
   LogConsole console = LogConsole::kRankZero;
 };
 
-/// One `key=value` at the end of a line. Values with spaces, quotes or controls are quoted.
+/// One `key=value` at the end of a line. A value that is empty, or has a space, '=', '"', '\', a tab
+/// or a line end, is quoted. Other control characters become spaces.
 struct LogField {
   LogField(std::string_view field_key, std::string field_value)
       : key(field_key), value(std::move(field_value)) {}

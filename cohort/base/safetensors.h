@@ -67,8 +67,9 @@ WrittenFile write_safetensors(const std::string& path, std::span<const TensorPie
                               const TensorMetadata& metadata,
                               const std::function<std::string(const std::string& sha256)>& name_of);
 
-/// A safetensors file mapped into memory, checked whole on opening. Nothing in it is executed.
-/// Tensors are in the order of their bytes.
+/// A safetensors file mapped into memory. Opening checks the whole header against the file's size;
+/// the format has no checksum of the elements. Nothing in it is executed. Tensors are in the order
+/// of their bytes.
 class SafetensorsFile : public TensorFile {
  public:
   /// Errors: ConfigError that names the file and the damage: header length, JSON, a missing or

@@ -38,7 +38,8 @@ struct ShareInfo {
 };
 
 /// Writes a rank's shards of `part` as one file into `folder`, which is made if need be, and syncs
-/// it. Several shards may be of one tensor; no shards, no file. The checkpoint in the folder stays.
+/// it. Several shards may be of one tensor. Without elements to write, one of several ranks writes
+/// no file, a rank alone an empty one. The checkpoint in the folder stays.
 ///
 /// Returns: what the manifest must say of it.
 /// Errors:  ConfigError: shards overlap, do not fit their bytes or shapes, `part` is empty or has a
@@ -47,8 +48,8 @@ Manifest write_share(const std::string& folder, const std::string& part,
                      const std::vector<StoredShard>& shards, const ShareInfo& info);
 
 /// Makes the files that `manifest` names the folder's checkpoint, in one step; then removes the
-/// safetensors files that it does not name, and what killed saves left. So a checkpoint's folder is
-/// its own.
+/// safetensors files of earlier saves, those that the manifest before names or that are called
+/// "<part>-<number>...", and temporary files of killed ones. Other files stay.
 /// Errors: ConfigError if it is not whole, or its metadata is not UTF-8; c10::Error if writing
 ///         fails: the checkpoint before stays.
 void commit_manifest(const std::string& folder, const Manifest& manifest);
@@ -61,7 +62,8 @@ void commit_manifest(const std::string& folder, const Manifest& manifest);
 /// Without that, saves that fail would fill a disk. Never throws: what cannot be removed stays.
 void discard_share(const std::string& folder, const Manifest& share);
 
-/// A checkpoint opened for reading: one of this project's, or one that open_imported() knows.
+/// A checkpoint opened for reading: one of this project's, or of other programs what
+/// train::load_checkpoint lists (train/checkpoint.h).
 ///
 /// Of the former a file is mapped into memory, and checked whole against the manifest, when its
 /// first element is asked for. Those of other programs have no checksums: files are mapped and

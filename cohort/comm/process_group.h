@@ -44,7 +44,7 @@ struct ProcessGroupOptions {
 };
 
 /// How ranks' values become one. kAvg is the sum, then one division, for floating types. kBand,
-/// kBor, kBxor are bitwise, for integers and bool.
+/// kBor and kBxor are bitwise, for integers; kBand and kBor also for bool.
 enum class ReduceOp { kSum, kMax, kMin, kProduct, kAvg, kBand, kBor, kBxor };
 
 class ProcessGroup;
@@ -60,7 +60,8 @@ class [[nodiscard]] Work {
   Work& operator=(Work&&) noexcept;
   ~Work();
 
-  /// Blocks until the result is there. A second call returns at once.
+  /// Blocks until the result is there (over nccl: makes the current stream wait for it). A second
+  /// call returns at once.
   /// Errors: as ProcessGroup.
   void wait(CallSite site = CallSite::here());
 
@@ -95,7 +96,11 @@ struct SubgroupOptions {
 ///             int32, int64, float16, bfloat16, float32 and float64. Autograd records none of them:
 ///             what is written in place keeps its history, and a leaf that requires a gradient may
 ///             be written. Its version goes up: a backward that needs the old values is an error.
-/// Blocks:     every operation, until its result is there, except those called `_async`.
+/// Blocks:     every operation, until its result is there, except those called `_async`. Over
+///             nccl only the current stream waits for it, not the host, as in PyTorch. With
+///             check_collectives, calls of `_async` block while ranks compare them: over all
+///             backends but shm at the first call of a kind (kAlways: at every call), and
+///             all_to_all_async of CPU tensors with splits at every call.
 /// Errors:     PeerError from any of them when a rank is lost or late, or when ranks call different
 ///             things; it names the ranks as far as the survivors can tell. The group, its parent
 ///             and its sub-groups are dead after it. c10::ValueError for bad arguments, of an empty
@@ -214,8 +219,11 @@ class ProcessGroup {
   /// Sends part r of `input` to rank r and fills part r of `output` with what rank r sent. Parts
   /// are along dimension 0: equal, or as long as `input_splits` and `output_splits` say (W numbers
   /// each; rank a's input_splits[b] must be rank b's output_splits[a]).
-  /// Errors: PeerError on every rank if any two splits disagree. Without check_collectives only shm
-  ///         finds it; a device's backend never does.
+  /// Either all ranks pass splits or none.
+  /// Errors: PeerError on every rank if the splits of two ranks disagree: of CPU tensors, with
+  ///         check_collectives or over shm; of a device's tensors it is not found. c10::ValueError
+  ///         on this rank alone if its splits do not sum to the rows, or differ in what it sends to
+  ///         itself.
   void all_to_all(const at::Tensor& output, const at::Tensor& input,
                   const std::vector<int64_t>& output_splits = {},
                   const std::vector<int64_t>& input_splits = {},
@@ -226,17 +234,19 @@ class ProcessGroup {
                         CallSite site = CallSite::here()) const;
 
   /// Sends `tensor` to rank `to`, which calls `recv` with this rank, tag (>= 0), dtype and number
-  /// of elements. Only these two call. With check_collectives dtype and number go ahead in a
-  /// message of their own. Messages of one tag arrive in the order in which they were sent.
+  /// of elements. Only these two call. It may return before the receiver has called, or wait until
+  /// then: two ranks that exchange tensors use send_async or recv_async. With check_collectives
+  /// dtype and number are sent before, in a message of their own. Messages of one tag arrive in the
+  /// order in which they were sent.
   void send(const at::Tensor& tensor, int to, int tag = 0, CallSite site = CallSite::here()) const;
   Work send_async(const at::Tensor& tensor, int to, int tag = 0,
                   CallSite site = CallSite::here()) const;
   /// Fills `tensor` with what rank `from` sends, and returns it.
-  /// Errors: c10::ValueError, from `wait` of the asynchronous form, if the sender's dtype or number
-  ///         of elements differs; that message is lost then, and others are not. Also if a receive
-  ///         of the same sender and tag was dropped without `wait` after this one began, or as its
-  ///         message came. One that is dropped before leaves its message to the next; over gloo the
-  ///         message is lost.
+  /// Errors: with check_collectives c10::ValueError (from `wait` of the asynchronous form) if the
+  ///         sender's dtype or number of elements differs: that message is lost, later ones are
+  ///         not. Call `wait` for every receive: if a Work is destroyed before, a later receive of
+  ///         the same sender and tag may throw this, too. Its message is left for the next receive
+  ///         over shm alone, and only if it has not begun to arrive; otherwise it is lost.
   at::Tensor recv(const at::Tensor& tensor, int from, int tag = 0,
                   CallSite site = CallSite::here()) const;
   Work recv_async(const at::Tensor& tensor, int from, int tag = 0,
@@ -257,7 +267,7 @@ class ProcessGroup {
   /// Returns once every rank has come here with the same `name`. The error of one that waits in
   /// vain says which ranks have not come, and what they did last (as torch's monitored_barrier,
   /// which it replaces). `limit` replaces the group's timeout, for a wait while one rank does long
-  /// work alone; it is not for groups whose ranks may differ in it.
+  /// work alone; every rank must pass the same limit.
   void barrier(const std::string& name, std::optional<std::chrono::milliseconds> limit = {},
                CallSite site = CallSite::here()) const;
   /// The same, to wait for later.
@@ -273,11 +283,11 @@ class ProcessGroup {
                       CallSite site = CallSite::here()) const;
 
   /// Leaves the group: a barrier that rank 0, the store's host, leaves last. No call may follow,
-  /// through any handle. A sub-group's is a barrier only; the group of all ranks goes last.
+  /// through any handle. Of a sub-group it ends that group alone: close the group of all ranks last.
   void close(CallSite site = CallSite::here()) const;
 
-  /// The c10d process group with its backends, for code that drives it, like
-  /// DistributedDataParallel.
+  /// The c10d process group with its backends, for code that calls it directly, like
+  /// DistributedDataParallel. Local. The reference holds until `close`.
   c10d::ProcessGroup& c10d_group() const;
   /// A store of keys and values that this group's ranks share, for the program's own use.
   c10d::Store& store() const;

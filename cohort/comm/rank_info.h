@@ -69,8 +69,8 @@ std::optional<std::pair<std::string, std::string>> launcher_rank_variable();
 
 /// Returns the device that this rank computes on: its local rank, or 0 where the rank sees one
 /// device only (as under Slurm's --gpus-per-task).
-/// Errors: ConfigError if this host runs more ranks than it has devices, or has none, or if the
-///         local rank is not known yet.
+/// Errors: ConfigError if `num_devices` is 0, or is above 1 and the local rank is not below it, or
+///         is not known yet. With one device there is none: ranks that all see it share it.
 int device_index(const RankInfo& info, int num_devices);
 
 }  // namespace cohort::comm

@@ -134,8 +134,9 @@ struct EpochPart {
 BatchPlan plan_rest(std::span<const PairLength> lengths, const BatchOptions& options, int64_t epoch,
                     std::span<const EpochPart> done);
 
-/// Plans batches for evaluation: each sentence in exactly one batch of one rank, longest first.
-/// A batch has at most `max_tokens` (> 0) on the side that has more, padding included: rows x
+/// Plans batches for evaluation: each sentence in exactly one batch of one rank, longest target
+/// first. A sentence of more than `max_tokens` is a batch of its own; every other
+/// batch has at most `max_tokens` (> 0) on the side that has more, padding included: rows x
 /// max(longest source, longest target). The number of batches differs by one
 /// at most between ranks, and may be 0.
 /// Errors: as plan_batches(), but few or no sentences are no error.

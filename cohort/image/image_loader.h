@@ -22,7 +22,7 @@ struct ImageBatch {
 enum class Transform { kTraining, kEvaluation };
 
 /// What to do with a corrupt image. A file that the system does not let be read (UnreadableFile)
-/// makes next() throw in either case. After an error next() goes on with the next batch.
+/// makes next() throw in either case. After an error next() continues with the next batch.
 enum class OnDamage {
   kThrow,  ///< next() throws when it comes to the image's batch.
   kSkip,   ///< Its batch is one smaller; num_skipped() counts it.

@@ -52,7 +52,8 @@ struct Hypothesis {
 /// sampling, `numbers` names the sentences: a sentence's random numbers depend on the seed and on its
 /// own number, which is its row unless given.
 ///
-/// Local. Puts the model in evaluation mode and back. No gradients.
+/// Local for a whole model; for a tensor-parallel one collective: every shard makes the same call.
+/// Puts the model in evaluation mode and back. No gradients.
 /// Devices: the source tensors are on the CPU, the model anywhere. On another device a step copies
 ///          its tokens there and its candidates back, once each; in sampling, all scores.
 /// Errors:  ConfigError for bad options, a shortlist of other vocabularies or one that the model cannot use among them; c10::ValueError for source tensors elsewhere; c10::Error if

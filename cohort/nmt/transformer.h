@@ -284,8 +284,8 @@ class TransformerImpl : public torch::nn::Module {
                            std::shared_ptr<const TensorParallelContext> tensor_parallel =
                                std::make_shared<TensorParallelContext>());
 
-  /// Sums of the losses over the batch's target tokens: {smoothed, plain}. See
-  /// smoothed_cross_entropy.
+  /// Sums of the losses over the batch's target tokens: {smoothed, plain}; in evaluation mode both
+  /// are the plain one. See smoothed_cross_entropy.
   std::tuple<at::Tensor, at::Tensor> forward(const Batch& batch);
   /// Log p (natural) of each of the batch's labels that is no padding, row by row: float64, without
   /// gradients; their sum is the negative of forward's plain loss.

@@ -47,12 +47,15 @@ class Adam {
  public:
   /// `parameters`: name and tensor; contiguous, float32 or float64, and one type and device for
   /// all. With a state_folder: on the CPU.
-  /// Errors: ConfigError if the folder has no room for the moments.
+  /// Errors: c10::ValueError for a tensor that is listed twice, not contiguous, or on another device
+  ///         than the first (with a state_folder: than the CPU). ConfigError if the folder has no
+  ///         room for the moments.
   explicit Adam(std::vector<std::pair<std::string, at::Tensor>> parameters,
                 const AdamOptions& options = {});
 
   /// Updates every parameter from its gradient times `gradient_factor` (clipping without a separate
-  /// pass). Does not wait for the parameters' device.
+  /// pass); a factor other than 1 also overwrites the gradients with the scaled ones. Does not wait
+  /// for the parameters' device.
   /// Errors: c10::ValueError for a gradient that is not contiguous or of another shape.
   void step(double learning_rate, double gradient_factor = 1);
 

@@ -24,7 +24,8 @@ class ExponentialAverage {
   /// Adds the parameters of one more update to the average.
   void update();
 
-  /// Resets the averages to the current parameters.
+  /// Resets the averages to the current parameters. num_updates(), and so the rate, stays: call
+  /// set_num_updates(0), too, to begin with the rate of the first update.
   void begin_anew();
 
   /// Exchanges parameters and averages; a second call restores. Call `update` only after an even

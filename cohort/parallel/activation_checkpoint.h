@@ -22,9 +22,9 @@ namespace cohort::parallel {
 using RandomSource = std::function<std::function<void()>()>;
 
 struct ActivationCheckpointOptions {
-  /// Tensors that the body knows by itself: those of its modules. Leaves may be left out, unless
-  /// they lie on devices that no input lies on. Others must be named: parameters in low precision
-  /// (mixed_precision.h).
+  /// Tensors that the body uses and that are not among its inputs, such as its modules' parameters.
+  /// Leaves may be left out, unless they lie on a device that no input lies on. A tensor with a
+  /// history must be listed, such as a parameter in low precision (mixed_precision_options.h).
   std::vector<at::Tensor> parameters;
   /// Both runs of the body start at the same place of libtorch's default generators: the CPU's, and
   /// those of the devices that inputs and parameters lie on.

@@ -6,8 +6,8 @@
 namespace cohort::parallel {
 
 struct ClipGradNormOptions {
-  /// Throw on every rank if the norm is NaN or infinite. Otherwise the gradients become NaN, as
-  /// torch's do.
+  /// Throw on every rank if the norm is NaN or infinite. Otherwise, as in torch, a NaN norm makes
+  /// all gradients NaN; an infinite norm makes finite gradients 0 and infinite ones NaN.
   bool error_if_nonfinite = false;
 };
 

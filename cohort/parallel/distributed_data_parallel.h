@@ -26,8 +26,9 @@ namespace cohort::parallel {
 /// computes the others. A movable handle: see ModelWrapper for parameters(), no_sync() and more.
 ///
 /// Collective: constructor, every forward that a backward follows, and that backward. With buffers
-///             (and broadcast_buffers) also the forward after it, of whatever kind: it brings rank
-///             0's to all ranks, so validation is of one model. Further forwards without gradient
+///             (and broadcast_buffers) also the first forward of all, and the one after such a
+///             backward, even without gradient mode: rank 0's buffers are copied to all ranks, so
+///             that validation is of one model. Further forwards without gradient
 ///             mode send nothing. A rank that validates alone calls the module's own forward.
 /// Numerics: gradients travel in their own dtype; the reducer divides by the world size while it
 ///           copies into the bucket, then sums. For the gradient of a loss normalised by a global
@@ -81,9 +82,10 @@ class DistributedDataParallel : public ModelHandle<Holder> {
     return output;
   }
 
-  /// Lets `hook` carry the gradients (comm_hook.h). `name` appears in logging_data.
-  /// Errors: c10::ValueError the second time, after a backward, or beside
-  /// mixed_precision.reduce_dtype.
+  /// Lets `hook` reduce the gradients (comm_hook.h). `name` appears in logging_data. Local: call it
+  /// on every rank, with the same hook.
+  /// Errors: c10::ValueError the second time, after a training forward outside no_sync(), for an
+  /// empty name, or beside mixed_precision.reduce_dtype.
   void register_comm_hook(CommHook hook, const std::string& name = "custom") {
     engine().register_comm_hook(std::move(hook), name);
   }

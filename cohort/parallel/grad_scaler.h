@@ -50,8 +50,9 @@ class GradScaler {
   /// Collective; blocks, until gradients on a device are there: one element is read back from it,
   /// and sent. Undefined gradients count as finite; a rank may have
   /// none at all.
-  /// Errors: c10::ValueError if called twice before `update`, or for float16 gradients, whose small
-  ///         ones would vanish here: parameters are expected in float32.
+  /// Errors: c10::ValueError if called twice before `update`, for a sparse gradient, or for float16
+  ///         gradients, whose small ones would vanish here: parameters are expected in float32. It
+  ///         is thrown before anything is sent: ranks without such a gradient wait.
   bool unscale(const std::vector<at::Tensor>& parameters, CallSite site = CallSite::here());
 
   /// Moves the scale by what `unscale` has found. Local.

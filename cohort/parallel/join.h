@@ -22,8 +22,10 @@ namespace cohort::parallel {
 ///             batches keeps the moments of its own last step.
 /// Errors:     c10::Error on every rank, at the first forward that a rank no longer takes part in,
 ///             if throw_on_early_termination; c10::ValueError on every rank if the ranks disagree
-///             on no_sync, or if a rank would have to shadow the first step of a static graph. What
-///             `body` throws passes through, and the others then lose this rank.
+///             on no_sync, or if a rank would have to shadow the first step of a static graph;
+///             c10::ValueError at once with delay_all_reduce_named_params or
+///             skip_all_reduce_unused_params, and for a join within a join. What `body` throws
+///             passes through, and the others then lose this rank.
 template <class Holder, class Body>
 void join(DistributedDataParallel<Holder>& ddp, Body&& body, const JoinOptions& options = {},
           CallSite site = CallSite::here()) {

@@ -13,11 +13,13 @@
 // the gradients of biases and norms. Wrappers are told what is cut (tensor_parallel_plan.h); then
 // clip_grad_norm_ and checkpoint::save are those of the whole model.
 //
-// Collective: every function below, and its backward: all ranks of `group` call them in the same
-//             order. They block.
+// Collective: all ranks of `group` call the functions below, and run their backwards, in the same
+//             order. Those that send (see "Cost") block.
 // Numerics:   sums run in the tensor's own type, over shm half types in float32; all ranks get the
 //             same bits.
-// Errors:     PeerError; c10::ValueError for shapes that do not fit, before anything is sent.
+// Errors:     PeerError; c10::ValueError for shapes that do not fit, before anything is sent, but
+//             libtorch's c10::Error from the linears. Ids and labels are not checked: an id out of
+//             range gives a row of zeros.
 // Source:     Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 #pragma once
 #include <ATen/core/Tensor.h>

@@ -58,9 +58,10 @@ class TensorParallelLayout {
 
 /// The ranks of a model that is wrapped on a mesh. Collective over the mesh's world; blocks.
 /// Errors: c10::ValueError if the mesh, or that which it is a part of, has an axis "tp" of more
-///         than one rank and there is no plan, or the other way round; the same on every rank, if
-///         a tensor outside the plan differs along "tp", or one in it, not all one value, does
-///         not; and as TensorParallelLayout.
+///         than one rank and there is no plan, or there is a plan and no such axis. The same on
+///         every rank: if a tensor that is not in the plan differs between ranks along "tp", or if
+///         one in the plan is the same on all of them, unless all its elements are equal. Also as
+///         TensorParallelLayout.
 ModelRanks model_ranks(const torch::nn::Module& model, const DeviceMesh& mesh,
                        const std::optional<TensorParallelPlan>& plan,
                        CallSite site = CallSite::here());

@@ -86,8 +86,9 @@ void for_each_tensor(T& value, Visit&& visit) {
   }
 }
 
-/// Returns a copy of `value` whose tensors are `replace(tensor)`; what can hold none passes through
-/// as it is.
+/// Returns a copy of `value` whose tensors are `replace(tensor)`. Unlike for_each_tensor this
+/// compiles for every type: one that it cannot look into (a struct without visit_tensors) passes
+/// through as it is, with the tensors in it.
 template <class T, class Replace>
 decltype(auto) with_tensors(T&& value, Replace&& replace) {
   if constexpr (holds_tensors<T>()) {

@@ -57,8 +57,9 @@ class OptimizerShards {
 /// Numerics:   the same arithmetic by element, bit for bit. libtorch's fused Adam computes the last
 ///             size % 8 (AVX2) or 16 (AVX-512) elements of a tensor in double precision; cuts lie
 ///             at multiples of 16 elements, so that those are the same ones.
-/// Errors:     c10::ValueError if ranks' parameters differ, a name comes twice, or a gradient is
-///             sparse; PeerError when a rank is lost.
+/// Errors:     c10::ValueError if ranks' parameters differ, a name comes twice, none requires a
+///             gradient, one is not contiguous, dense and floating-point, or a gradient is sparse;
+///             PeerError when a rank is lost.
 /// Source:     Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1.
 template <class Optimizer>
 class ZeroRedundancyOptimizer {

@@ -35,7 +35,8 @@ struct Chart {
 /// Returns `text` with the characters that mean something in HTML written as entities.
 std::string escape_html(const std::string& text);
 
-/// Returns the number for the eye: at most four digits that matter, thousands grouped.
+/// Returns the number for the eye: rounded to four digits, as 1.234e9 from 1e9 up and below 1e-3;
+/// from 1,000 to 1e9 to a whole number with all its digits, grouped. Not finite: a dash.
 std::string readable(double number);
 
 /// Returns round numbers, ascending, about `count` of them, of which the first is at or below `low`

@@ -34,7 +34,8 @@ class DataLoaderSampler final : public torch::data::samplers::Sampler<> {
   /// Errors: ConfigError as data::DistributedSampler.
   explicit DataLoaderSampler(const data::DistributedSamplerOptions& options);
 
-  /// As data::DistributedSampler, from the loader's next begin() on.
+  /// As data::DistributedSampler. Call them between passes, before the loader's begin(): within a
+  /// pass the next call of next() would start at the new place.
   void set_epoch(int64_t epoch);
   int64_t epoch() const;
   void resume(int64_t consumed);

@@ -9,7 +9,7 @@ namespace cohort::train {
 enum class Better { kLower, kHigher };
 
 struct EarlyStoppingOptions {
-  /// Stop after this many updates in a row without a new best; 0: never stop.
+  /// Stop after this many calls of update() (validations) in a row without a new best; 0: never.
   int64_t patience = 0;
   Better better = Better::kLower;  ///< kLower for losses, kHigher for BLEU or accuracy.
   double min_delta = 0.0;          ///< A new best must be better by more than this, >= 0.

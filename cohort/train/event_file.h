@@ -26,7 +26,8 @@ class EventFile {
   /// Errors: ConfigError that names the folder or file that cannot be made.
   EventFile(const std::string& folder, int64_t first_step);
 
-  /// Adds one value to each named curve. A number that is not finite is left out.
+  /// Adds one value to each named curve, as float32. A number that is not finite is left out; a
+  /// finite one beyond float32's range becomes an infinity.
   /// Errors: c10::Error that names the file; the event is not there then, not even half.
   void add_scalars(int64_t step, const Scalars& scalars);
   /// Adds a text, which TensorBoard reads as Markdown.

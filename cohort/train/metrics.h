@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Figures over all ranks: sums travel, and one division comes last, so that ranks with different
+// Figures over all ranks: ranks send sums, and one division comes last, so that ranks with different
 // numbers of examples count by their examples, and the result is that of one process on all.
 #pragma once
 #include <ATen/core/Tensor.h>

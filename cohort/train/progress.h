@@ -79,7 +79,8 @@ class Progress {
   Progress& operator=(const Progress&) = delete;
 
   /// Shows `state`, if enough time has passed since the last time or the epoch's last step is
-  /// done. Cheap otherwise. A new epoch starts a new bar, and the clock for the time left.
+  /// done. Cheap otherwise. Another epoch starts a new bar, and the clock for the time left; another
+  /// phase does not: call finish() before it, or use a Progress of its own.
   void update(const ProgressState& state);
 
   /// Removes the bars, so that something else can be printed. The next update draws them again.

@@ -53,7 +53,8 @@ class ShardedCheckpointWriter {
   void begin(const std::string& folder, const ShardedParts& parts, int64_t update,
              const Metadata& metadata);
   /// The same without a copy: the caller does not change the tensors of `parts` before commit().
-  /// Local; does not block.
+  /// Local. Blocks for the device's work so far and, as begin() does, while older files are removed
+  /// or work of run_in_background() runs.
   void begin_without_copy(const std::string& folder, const ShardedParts& parts, int64_t update,
                           const Metadata& metadata);
 

@@ -12,7 +12,8 @@ namespace cohort::parallel {
 ///
 /// Collective: one all-reduce per bucket. Sparse buckets are refused.
 /// Numerics:   each rank multiplies by 1 / world size in the gradient's dtype and rounds to
-///             float16; ranks sum in float16, W - 1 roundings on the way. With u = 2^-11 an
+///             float16; ranks sum in float16, with W - 1 roundings at most (over shm in float32,
+///             with one). With u = 2^-11 an
 ///             element's error is at most ((1 + u)^W - 1) * (|g_1| + ... + |g_W|) / W, and W *
 ///             2^-25 more where float16 is subnormal (below 6e-5). A mean above 65504 becomes
 ///             infinite, on every rank alike.
@@ -27,8 +28,9 @@ CommHook bf16_compress_hook();
 CommHook compress_hook(at::ScalarType type, std::function<int()> divisor = {});
 
 /// Return the hook that rounds the bucket to 16 bits, lets `inner` reduce that, and widens its
-/// result. `inner` sees a bucket of the low type, gradients included, and divides; otherwise as the
-/// hooks above.
+/// result. `inner` gets a bucket of the low type, gradients included, and divides: gradients are
+/// rounded before that, so that in float16 an element of one rank above 65504 becomes infinite.
+/// Sparse buckets are refused.
 CommHook fp16_compress_wrapper(CommHook inner);
 CommHook bf16_compress_wrapper(CommHook inner);
 

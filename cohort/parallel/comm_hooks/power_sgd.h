@@ -16,8 +16,8 @@ struct PowerSgdOptions {
   int64_t matrix_approximation_rank =
       1;  ///< Columns of the two factors, >= 1. More: closer, and more bytes.
   /// Backward passes that send whole gradients first, >= 0; at least 2 with error feedback or warm
-  /// start, whose memory goes by bucket, since DistributedDataParallel cuts its buckets again after
-  /// the first pass.
+  /// start, whose memory goes by bucket, since rebuild_buckets may cut the buckets again after the
+  /// first pass.
   int64_t start_power_sgd_iter = 1000;
   double min_compression_rate =
       2;  ///< An n x m gradient is compressed if (n + m) * rank * this < n * m.
@@ -47,8 +47,8 @@ class PowerSgdState : public std::enable_shared_from_this<PowerSgdState> {
   void load_state_dict(const std::map<std::string, at::Tensor>& state);
 
   int64_t iteration() const;  ///< Backward passes so far.
-  /// Gradient elements seen by compressing passes, and elements sent for them: their quotient is
-  /// the compression rate.
+  /// Gradient elements of buckets of which some gradient was compressed, and elements sent for them
+  /// (buckets that are sent whole count in neither): their quotient is the compression rate.
   int64_t num_elements_before() const;
   int64_t num_elements_after() const;
 

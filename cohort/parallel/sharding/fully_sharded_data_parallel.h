@@ -40,7 +40,8 @@ namespace cohort::parallel {
 ///           (an input, a temperature beside it) keeps this rank's own gradient, and hooks of
 ///           parameters see this rank's.
 /// Threads:  one.
-/// Errors:   c10::ValueError if the ranks' models differ or options contradict; PeerError when a
+/// Errors:   c10::ValueError if the ranks' models differ or options contradict, for a parameter
+///           that is not contiguous, or, in backward, for a sparse gradient; PeerError when a
 ///           rank is lost, or when one leaves out a unit, or a parameter of one, that others use,
 ///           with its name.
 /// Source:   Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277.

@@ -23,9 +23,9 @@ namespace cohort::parallel {
 
 /// What is sharded. Bytes a parameter in float32 under Adam, N ranks, after a backward;
 /// without those of the gradient once the optimizer has forgotten it. On the way a rank holds more
-/// for a moment: what the other ranks send of the buckets that travel (a bucket is 25 MiB of
+/// for a moment: what the other ranks send of the buckets being reduced (a bucket is 25 MiB of
 /// parameters, or one larger parameter), and from kGradients on these buckets' gradients themselves.
-/// Two travel at a time; where backward gathers, one.
+/// Two are reduced at a time; where backward gathers, one.
 ///
 /// Of a frozen parameter a rank holds 4 bytes, under kParameters 4/N and its unit while that runs.
 enum class Shard {
@@ -79,7 +79,8 @@ struct ShardingEngineOptions : ShardingOptions {
   comm::ProcessGroup replicate_group;  ///< ShardingGroups::replicate.
 };
 
-/// One rank's shard of a parameter: the elements [begin, end), counted row by row.
+/// One rank's shard of a parameter or buffer: the elements [begin, end), counted row by row. What a
+/// rank holds whole (of a replicated model, buffers, ignored parameters) keeps its shape here.
 struct LocalShard {
   std::string name;            ///< The parameter's, as in the plain model.
   std::vector<int64_t> shape;  ///< The whole parameter's.
