@@ -332,20 +332,26 @@ TEST_P(DeviceStallTest, ARankWhoseDriverIsLockedIsToldWhoIsMissing) {
 }
 
 // All of them at once, as a batch system does with a job, for longer than the timeout.
+void stop_for_12_seconds(const std::vector<std::string>& processes) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    for (const std::string& each : processes) ::kill(std::stoi(each), SIGSTOP);
+    ::sleep(12);
+    for (const std::string& each : processes) ::kill(std::stoi(each), SIGCONT);
+    ::_exit(0);
+  }
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+}
+
 TEST_P(DeviceStallTest, AJobThatWasStoppedGoesOn) {
   const auto ends =
       queued_ranks(world_size(), seconds(8), [](const ProcessGroup& group, const at::Tensor& data) {
+        const auto processes = group.all_gather_object(std::to_string(::getpid()));
         group.barrier("stop");
+        const auto stop = Clock::now();
         if (group.rank() != 1) group.all_reduce_async(data).wait();
-        const pid_t child = ::fork();
-        if (child == 0) {
-          ::kill(::getppid(), SIGSTOP);
-          ::sleep(12);
-          ::kill(::getppid(), SIGCONT);
-          ::_exit(0);
-        }
-        ASSERT_EQ(::waitpid(child, nullptr, 0), child);
-        std::this_thread::sleep_for(seconds(1));  // the watch looks
+        if (group.rank() == 0) stop_for_12_seconds(processes);
+        std::this_thread::sleep_until(stop + seconds(13));  // the watch looks
         if (group.rank() == 1) group.all_reduce_async(data).wait();
         device_of(group).synchronize();
         group.barrier("next");
