@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "cohort/base/instruction_set.h"
 #include "cohort/parallel/batch_norm_loops.h"
 #include "cohort/parallel/batch_statistics.h"
 #include "cohort/parallel/saved_group.h"
@@ -35,11 +36,8 @@ const BatchNormLoops*& in_use() {
 const BatchNormLoops* const* supported_batch_norm_loops() {
   static const BatchNormLoops* const all[] = {&batch_norm::avx512, &batch_norm::avx2,
                                               &batch_norm::sse2, nullptr};
-  static const bool has_avx512 =
-      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return all + (has_avx512 ? 0 : has_avx2 ? 1 : 2);
+  const InstructionSet has = instruction_set();
+  return all + (has == InstructionSet::kAvx512 ? 0 : has == InstructionSet::kAvx2 ? 1 : 2);
 }
 
 const BatchNormLoops& batch_norm_loops() {
@@ -87,8 +85,8 @@ void for_rows(const Rows& rows, const Body& body) {
                    [&](int64_t begin, int64_t end) { body(begin * rows.channels, end - begin); });
 }
 
-// Returns float64 [2, C], the sums of what body(first element, rows, sums of a part) adds. Parts depend on the number of rows
-// alone, and so the result does.
+// Returns float64 [2, C], the sums of what body(first element, rows, sums of a part) adds. The number of threads changes
+// neither the parts nor the order in which they are summed.
 template <class Body>
 at::Tensor sums_over(const Rows& rows, const Body& body) {
   constexpr int64_t kParts = 32, kLeast = 64;

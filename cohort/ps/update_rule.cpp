@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "cohort/base/error.h"
+#include "cohort/base/instruction_set.h"
 #include "cohort/ps/update_kernel.h"
 
 namespace cohort::ps {
@@ -170,13 +171,8 @@ double power(double base, int64_t exponent) {
 
 const UpdateKernel* supported_update_kernels() {
   static constexpr UpdateKernel kAll[] = {update_avx512, update_avx2, update_sse2, nullptr};
-  static const int first =
-      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
-          ? 0
-      : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 1
-                                                                        : 2;
-  return kAll + first;
+  const InstructionSet has = instruction_set();
+  return kAll + (has == InstructionSet::kAvx512 ? 0 : has == InstructionSet::kAvx2 ? 1 : 2);
 }
 
 void update(const RuleOptions& options, int64_t step, std::span<float> weights,

@@ -4,6 +4,8 @@
 #include <bit>
 #include <cstddef>
 
+#include "cohort/base/instruction_set.h"
+
 namespace cohort::ps {
 
 namespace {
@@ -113,7 +115,7 @@ void round_random_plain(uint64_t key, uint64_t first, const float* from, size_t 
   round_random_loop(key, first, from, count, to);
 }
 bool has_avx2() {
-  static const bool kHas = __builtin_cpu_supports("avx2") != 0;
+  static const bool kHas = instruction_set() >= InstructionSet::kAvx2;
   return kHas;
 }
 #endif

@@ -9,6 +9,8 @@
 #include <cmath>
 #include <type_traits>
 
+#include "cohort/base/instruction_set.h"
+
 namespace cohort::comm {
 namespace {
 
@@ -82,8 +84,8 @@ template <class T>
 template <class T>
 void sum(T* out, const std::vector<const std::byte*>& inputs, int64_t numel, Scale scale) {
 #if defined(__x86_64__)
-  static const bool has_avx2 = __builtin_cpu_supports("avx2");
-  if (has_avx2) return sum_avx2(out, inputs.data(), inputs.size(), numel, scale);
+  if (instruction_set() >= InstructionSet::kAvx2)
+    return sum_avx2(out, inputs.data(), inputs.size(), numel, scale);
 #endif
   sum_all(out, inputs.data(), inputs.size(), numel, scale);
 }

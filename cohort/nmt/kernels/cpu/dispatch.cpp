@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "cohort/base/amx.h"
+#include "cohort/base/instruction_set.h"
 #include "cohort/nmt/kernels/cpu/loops.h"
 
 namespace cohort::nmt {
@@ -48,11 +49,9 @@ bool allow_amx(const char* onednn, const char* dnnl) {
 
 const Loops* const* supported_loops() {
   static const Loops* const all[] = {&amx, &avx512, &avx2, &sse2, nullptr};
-  static const bool has_avx512 =
-      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  static const int first = has_avx512 ? (has_amx() ? 0 : 1) : has_avx2 ? 2 : 3;
+  static const int first = instruction_set() == InstructionSet::kAvx512 ? (has_amx() ? 0 : 1)
+                           : instruction_set() == InstructionSet::kAvx2 ? 2
+                                                                        : 3;
   return all + first;
 }
 
