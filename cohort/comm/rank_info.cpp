@@ -164,10 +164,11 @@ RankInfo from_torchrun() {
   info.rank = *env_rank("RANK");
   info.world_size = *env_rank("WORLD_SIZE");
   const auto local_rank = env_rank("LOCAL_RANK"), local_size = env_rank("LOCAL_WORLD_SIZE");
-  info.finds_host = !local_rank && !local_size && info.world_size > 1;
-  if (info.finds_host) return info;
-  info.local_world_size = local_size.value_or(info.world_size);
-  info.local_rank = local_rank.value_or(info.rank % std::max(1, info.local_world_size));
+  if (local_rank && !local_size) incomplete_environment("LOCAL_RANK", "LOCAL_WORLD_SIZE");
+  if (local_size && !local_rank) incomplete_environment("LOCAL_WORLD_SIZE", "LOCAL_RANK");
+  info.finds_host = !local_rank && info.world_size > 1;
+  info.local_rank = local_rank.value_or(0);
+  info.local_world_size = local_size.value_or(1);
   return info;
 }
 

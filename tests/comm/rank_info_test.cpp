@@ -228,6 +228,10 @@ TEST(RankInfoTest, AnIncompleteEnvironmentNamesWhatIsMissing) {
             "WORLD_SIZE is set but RANK is not: set all of them, or none");
   EXPECT_EQ(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", "5"}}),
             "torchrun's environment is set but MASTER_ADDR is not: set all of them, or none");
+  EXPECT_EQ(error_of({{"RANK", "2"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "0"}}),
+            "LOCAL_RANK is set but LOCAL_WORLD_SIZE is not: set all of them, or none");
+  EXPECT_EQ(error_of({{"RANK", "2"}, {"WORLD_SIZE", "4"}, {"LOCAL_WORLD_SIZE", "2"}}),
+            "LOCAL_WORLD_SIZE is set but LOCAL_RANK is not: set all of them, or none");
   EXPECT_NE(error_of({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}})
                 .find("SLURM_LOCALID, SLURM_NODELIST"),
             std::string::npos);
