@@ -29,14 +29,18 @@ double now() {
 std::string new_file(const std::string& folder) {
   std::error_code error;
   fs::create_directories(folder, error);
-  if (!fs::is_directory(folder)) throw ConfigError(folder + " cannot be made: " + error.message());
+  std::error_code unknown;  // `error` has why it was not made.
+  if (!fs::is_directory(folder, unknown))
+    throw ConfigError(folder + " cannot be made: " + error.message());
   auto seconds = static_cast<long long>(now());
-  for (const auto& entry : fs::directory_iterator(folder)) {
+  fs::directory_iterator files(folder, error);
+  for (; !error && files != fs::directory_iterator(); files.increment(error)) {
     long long there = 0;
     const std::string format = std::string(kPrefix) + "%10lld.";
-    if (std::sscanf(entry.path().filename().c_str(), format.c_str(), &there) == 1)
+    if (std::sscanf(files->path().filename().c_str(), format.c_str(), &there) == 1)
       seconds = std::max(seconds, there + 1);
   }
+  if (error) throw ConfigError(folder + " cannot be read: " + error.message());
   std::array<char, HOST_NAME_MAX + 1> host{};
   ::gethostname(host.data(), host.size() - 1);
   return folder + "/" + kPrefix + std::to_string(seconds) + "." + host.data() + "." +

@@ -11,6 +11,7 @@
 
 #include "tests/base/temporary_folder.h"
 #include "tests/support/environment.h"
+#include "tests/support/message_of.h"
 #include "tests/support/shell.h"
 
 namespace cohort::train {
@@ -67,12 +68,12 @@ TEST(EventFileTest, ALaterStartVoidsTheStepsThatItMakesAgain) {
 TEST(EventFileTest, NamesTheFolderThatCannotBeMade) {
   const TemporaryFolder folder;
   write_file(folder / "file", "x");
-  try {
-    EventFile file(folder / "file", 1);
-    FAIL() << "no exception";
-  } catch (const ConfigError& error) {
-    EXPECT_EQ(one_line(error), folder / "file" + " cannot be made: Not a directory");
-  }
+  const auto refusal = [](const std::string& path) {
+    return test::message_of<ConfigError>([&] { EventFile(path, 1); });
+  };
+  EXPECT_EQ(refusal(folder / "file"), folder / "file" + " cannot be made: Not a directory");
+  const std::string long_name = folder / std::string(300, 'x');
+  EXPECT_EQ(refusal(long_name), long_name + " cannot be made: File name too long");
 }
 
 }  // namespace event_file_test
