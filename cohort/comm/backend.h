@@ -24,8 +24,8 @@ struct BackendRequest {
       0};                 ///< Of connecting, and of every operation until setTimeout; > 0.
   std::string address;    ///< IP or host name of this machine to bind to; empty: any.
   std::string interface;  ///< Network interface to use instead, such as "eth0"; empty: none chosen.
-  std::vector<std::string>
-      memory;  ///< By rank: equal for ranks that can share memory; empty: none.
+  /// By rank: ranks of equal text can share memory; those of an empty one cannot.
+  std::vector<std::string> memory;
 };
 
 /// A backend: which tensors it serves, and how to connect one.

@@ -131,7 +131,7 @@ class ProcessGroup {
   /// namespace). Text up to the first "/" is the host's name (COHORT_HOST_NAME, else the system's).
   std::vector<std::string> hosts() const;
   const std::string& name() const;     ///< "world", or the sub-group's name.
-  const std::string& backend() const;  ///< As ProcessGroupOptions::backend.
+  const std::string& backend() const;  ///< ProcessGroupOptions::backend; what "auto" chose.
   const RankInfo& rank_info() const;   ///< Of this process in the whole job.
   /// Where this rank computes, as `net->to(group.device())`: the CPU if the backend serves that
   /// (shm, hierarchical, gloo, mpi), else ProcessGroupOptions::device, or without it the accelerator that

@@ -232,7 +232,7 @@ struct Candidate {
 
 /// All that will be asked of a LogProbs.
 struct Questions {
-  int64_t greatest = 0;  ///< `count` of LogProbs::greatest, and how many are banned.
+  int64_t greatest = 0;  ///< LogProbs::greatest's `count`, plus the number of banned columns.
   int64_t column = 0;    ///< `column` of LogProbs::at.
 };
 

@@ -22,7 +22,7 @@ struct DistributedDataParallelOptions {
   /// Caps of the first, second ... bucket in MiB; the last one holds for all further ones. Replaces
   /// both caps above.
   std::vector<double> bucket_cap_mb_list;
-  bool broadcast_buffers = true;        ///< Buffers follow rank 0's before each forward.
+  bool broadcast_buffers = true;        ///< Copies rank 0's buffers to all ranks.
   bool find_unused_parameters = false;  ///< Some parameters take no part in some steps.
   /// Gradients live in the buckets: less memory and no copy. Saves most with an optimizer whose
   /// zero_grad resets them, as is the default of libtorch's. Over shm and hierarchical, and

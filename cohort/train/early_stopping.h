@@ -18,7 +18,7 @@ struct EarlyStoppingOptions {
 /// What a checkpoint keeps, so that a resumed run stops where the other would have.
 struct EarlyStoppingState {
   std::optional<double> best{};
-  int64_t num_without_best = 0;  ///< Updates in a row since the best one.
+  int64_t num_without_best = 0;  ///< Calls of update() since the best value.
 };
 
 /// Watches one metric.

@@ -56,7 +56,7 @@ struct ShardingOptions {
   /// every rank or by none. Empty: the order of registration, and no such ends. Checkpoints load
   /// under any order; the last bits of the gradient's norm depend on it.
   std::vector<std::string> forward_order;
-  bool prefetch = true;  ///< The next unit's parameters travel while this one computes.
+  bool prefetch = true;  ///< Gathers the next unit's parameters while this one computes.
   /// Local shards and optimizer stay in the parameters' own type. Inputs are cast for the whole
   /// model and for every unit, outputs for the whole model.
   MixedPrecision mixed_precision;
