@@ -304,8 +304,8 @@ json measure_rows(const Flags& flags, const std::string& folder) {
   const auto add_table = [&](const std::string& name, int64_t rows, ps::Durability durability,
                              ps::WireDtype dtype = ps::WireDtype::kFloat32,
                              Network network = Network::kUnix) {
-    const bool is_asked =
-        flags.only.empty() || flags.only == name + "_pull" || flags.only == name + "_push";
+    const bool is_asked = flags.only.empty() || flags.only == name ||
+                          flags.only == name + "_pull" || flags.only == name + "_push";
     if (rows > 0 && is_asked)
       tables.push_back({name, rows,
                         start_server(folder + "/" + name, durability, std::nullopt, network),
@@ -370,7 +370,10 @@ json measure_rows(const Flags& flags, const std::string& folder) {
   add_plain("grpc_push", [&](auto ids, int) { plain.raw_push(ids, gradients); });
   for (const auto& batch : batches) plain.push(batch, gradients);
   if (!flags.only.empty()) {
-    std::erase_if(sides, [&](const Side& side) { return side.name != flags.only; });
+    std::erase_if(sides, [&](const Side& side) {
+      return side.name != flags.only && side.name != flags.only + "_pull" &&
+             side.name != flags.only + "_push";
+    });
     if (sides.empty()) throw ConfigError("--only " + flags.only + ": no such side");
   }
   for (int round = 0; round < flags.rounds; ++round) {
@@ -733,7 +736,7 @@ int run(int argc, char** argv) {
       ->capture_default_str();
   app.add_flag("--keys-only", flags.keys_only, "Only the keys of two trainers");
   app.add_option("--only", flags.only,
-                 "One side of the rows alone, for a profiler: small_pull ...; or synced");
+                 "One table or side of the rows alone: large, small_pull ...; or synced");
   if (const auto ended = cli::parse(app, argc, argv)) return *ended;
   const std::string folder =
       std::filesystem::temp_directory_path() / ("cohort-bench-ps-" + std::to_string(::getpid()));
