@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/ps/table/pages.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <gtest/gtest.h>
 
@@ -22,6 +24,19 @@ TEST(PagesTest, MapsWhatItIsAskedForAndGivesItBack) {
     }
     EXPECT_NEAR(test::process_memory().mapped, before, kSlack);
   }
+}
+
+TEST(PagesTest, CollapseKeepsWhatIsThereAndLeavesWhatIsNot) {
+  constexpr size_t kBytes = 4 * kHugePage;
+  const Pages pages(kBytes);
+  std::memset(pages.data(), 7, kBytes / 2);
+  const int64_t before = test::process_memory().resident;
+  collapse({pages.data(), kBytes});
+  collapse({});
+  EXPECT_LT(test::process_memory().resident - before, int64_t{kHugePage})
+      << "it takes no memory for what was not written";
+  EXPECT_EQ(std::count(pages.data(), pages.data() + kBytes / 2, std::byte{7}), kBytes / 2);
+  EXPECT_EQ(std::count(pages.data() + kBytes / 2, pages.data() + kBytes, std::byte{0}), kBytes / 2);
 }
 
 }  // namespace pages_test

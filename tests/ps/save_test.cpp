@@ -8,6 +8,7 @@
 #include <future>
 #include <gtest/gtest.h>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <unistd.h>
@@ -20,6 +21,7 @@
 #include "tests/ps/cluster.h"
 #include "tests/ps/file_size_limit.h"
 #include "tests/support/message_of.h"
+#include "tests/support/resident.h"
 
 namespace cohort::ps {
 namespace save_test {
@@ -153,6 +155,40 @@ TEST(SaveTest, AChildThatEndsWellWithoutAResultCostsNothing) {
   const PullRows asked{0, ids, row};
   client->pull(std::span(&asked, 1), {}).wait();
   EXPECT_EQ(row[0], 2);
+}
+
+// Where the system has huge pages for it at all.
+TEST(SaveTest, ATableIsInHugePagesAgainAfterASave) {
+  constexpr auto kLimit = std::chrono::seconds(30);  // The kernel's own thread would take 50.
+  Cluster cluster(1, {.make_block = [](const RuleOptions&, int64_t elements) {
+                    return std::make_unique<BlockOfAChild>(elements, [] { ::sleep(2); });
+                  }});
+  const auto client = cluster.client(0, job_with_a_block(Mode::kAsync));
+  initialise(*client);
+  std::vector<uint64_t> ids(1 << 21);
+  std::iota(ids.begin(), ids.end(), 0);
+  const std::vector<float> gradients(2 * ids.size(), -1);
+  const auto push_all_rows = [&] {
+    const PushRows pushed{0, ids, gradients};
+    client->push(std::span(&pushed, 1), {});
+    client->flush();
+  };
+  push_all_rows();
+  const int64_t before = test::huge_bytes();
+  int64_t least = before;
+  auto saved = std::async(std::launch::async, [&] {
+    return final_answer(cluster, 0, save_request(Call::kSave, 7, cluster.path("checkpoint")));
+  });
+  while (saved.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
+    push_all_rows();
+    least = std::min(least, test::huge_bytes());
+  }
+  EXPECT_EQ(saved.get().code, Code::kOk);
+  EXPECT_TRUE(before == 0 || least < before) << "the fork splits no pages: is this still needed?";
+  const auto until = std::chrono::steady_clock::now() + kLimit;
+  while (test::huge_bytes() < before && std::chrono::steady_clock::now() < until)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  EXPECT_GE(test::huge_bytes(), before);
 }
 
 // What the system refuses once it may refuse for ever: the trainer hears of it.

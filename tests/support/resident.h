@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <fstream>
+#include <string>
 #include <unistd.h>
 
 namespace cohort::test {
@@ -22,6 +23,15 @@ inline ProcessMemory process_memory() {
 
 inline int64_t resident_bytes() {
   return process_memory().resident;
+}
+
+/// Of memory without a file in huge pages.
+inline int64_t huge_bytes() {
+  std::ifstream file("/proc/self/smaps_rollup");
+  for (std::string word; file >> word;) {
+    if (int64_t kib = 0; word == "AnonHugePages:" && file >> kib) return kib * 1024;
+  }
+  return 0;
 }
 
 }  // namespace cohort::test

@@ -17,6 +17,7 @@
 #include "cohort/base/system_error.h"
 #include "cohort/ps/server/kill_point.h"
 #include "cohort/ps/server/saved_state.h"
+#include "cohort/ps/table/pages.h"
 
 namespace cohort::ps {
 
@@ -420,9 +421,30 @@ void DurableState::begin_save(const std::string& folder, uint64_t nonce,
   begin_task(part_folder(folder, nonce, options_.server, options_.servers), std::move(done));
 }
 
+// The fork has left the tables in small pages, as far as they were written since.
+void DurableState::collapse_pages() {
+  std::vector<std::span<std::byte>> pieces;  // Of which the destructor waits for one.
+  for (const auto& table : state_.shard().tables()) {
+    for (std::span<std::byte> memory : table->huge_pages()) {
+      constexpr size_t kPiece = 32 * kHugePage;
+      for (; memory.size() > kPiece; memory = memory.subspan(kPiece))
+        pieces.push_back(memory.first(kPiece));
+      pieces.push_back(memory);
+    }
+  }
+  if (pieces.empty()) return;
+  // What a table frees meanwhile is not there for the kernel, or is other memory that it gathers.
+  collapsing_ = std::jthread([pieces = std::move(pieces)](const std::stop_token& stop) {
+    for (size_t i = 0; i < pieces.size() && !stop.stop_requested(); ++i) collapse(pieces[i]);
+  });
+}
+
 void DurableState::poll() {
   if (update_log_) update_log_->check_disk();
-  if (saving_ && saving_->poll()) saving_.reset();
+  if (saving_ && saving_->poll()) {
+    saving_.reset();
+    collapse_pages();
+  }
   if (update_log_ && !saving_ && options_.snapshot_log_bytes > 0 &&
       update_log_->bytes() - snapshot_at_bytes_ >= options_.snapshot_log_bytes &&
       steady_clock::now() >= next_snapshot_)

@@ -17,6 +17,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 
 #include "cohort/base/fd.h"
 #include "cohort/base/log.h"
@@ -93,6 +94,7 @@ class DurableState {
   uint64_t append(const Record& record);
   void begin_snapshot();
   void begin_task(const std::string& path, std::function<void(std::string)> done);
+  void collapse_pages();
   uint32_t now();
 
   ServerOptions options_;
@@ -111,6 +113,7 @@ class DurableState {
   bool is_broken_ = false;
   std::string log_failure_;
   std::unique_ptr<ForkedTask> saving_;
+  std::jthread collapsing_;
 };
 
 }  // namespace cohort::ps

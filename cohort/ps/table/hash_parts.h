@@ -8,7 +8,9 @@
 #include <map>
 #include <memory>
 #include <new>
+#include <span>
 #include <utility>
+#include <vector>
 
 #include "cohort/ps/table/pages.h"
 
@@ -40,6 +42,20 @@ class HashParts {
     int64_t sum = sizeof(*this);
     for (const Part& part : parts_) sum += static_cast<int64_t>(sizeof(uint64_t) * part.capacity);
     return sum;
+  }
+
+  /// The memory that is in huge pages, where the system has them.
+  std::vector<std::span<std::byte>> huge_pages() const {
+    std::vector<std::span<std::byte>> all;
+    for (const auto& [capacity, weak] : regions_) {
+      if (const auto region = weak.lock()) all.emplace_back(region->data(), region->bytes());
+    }
+    for (const Part& part : parts_) {
+      const size_t bytes = sizeof(uint64_t) * part.capacity;
+      if (bytes >= kHugePage)
+        all.emplace_back(reinterpret_cast<std::byte*>(part.places.get()), bytes);
+    }
+    return all;
   }
 
   [[gnu::always_inline]] void prefetch(uint64_t hash) const {
@@ -176,7 +192,7 @@ class HashParts {
       if (memory == nullptr) throw std::bad_alloc();
       return {memory, [](uint64_t* places) { std::free(places); }};
     }
-    if (bytes >= kHugePage / 2) {
+    if (bytes >= kHugePage) {
       auto pages = std::make_shared<Pages>((bytes + 4095) / 4096 * 4096);
       auto* const places = reinterpret_cast<uint64_t*>(pages->data());
       return {std::move(pages), places};

@@ -31,4 +31,9 @@ void Pages::make_huge() {
   if (data_ != nullptr) ::madvise(data_, bytes_, MADV_HUGEPAGE);
 }
 
+void collapse(std::span<std::byte> memory) {
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older headers lack.
+  ::madvise(memory.data(), memory.size(), kCollapse);
+}
+
 }  // namespace cohort::ps

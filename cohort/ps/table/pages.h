@@ -2,6 +2,7 @@
 // Zeroed memory from the system, in huge pages where it has them.
 #pragma once
 #include <cstddef>
+#include <span>
 #include <utility>
 
 namespace cohort::ps {
@@ -44,5 +45,11 @@ class Pages {
   std::byte* data_ = nullptr;
   size_t bytes_ = 0;
 };
+
+/// Gathers what was written of `memory` in huge pages again. After a fork each huge page that one of
+/// the two processes writes becomes 512 small ones, and the kernel's own thread gathers 1.6 MB a
+/// second. Other threads may use the memory meanwhile. Changes nothing where the kernel has no such
+/// call (before Linux 6.1), or no huge page is left.
+void collapse(std::span<std::byte> memory);
 
 }  // namespace cohort::ps

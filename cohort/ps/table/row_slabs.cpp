@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/ps/table/row_slabs.h"
 
+#include <algorithm>
 #include <c10/util/Exception.h>
 
 namespace cohort::ps {
@@ -27,6 +28,17 @@ void RowSlabs::free(uint32_t place) {
   row->pushes = 0;
   row->id = free_;
   free_ = place;
+}
+
+std::vector<std::span<std::byte>> RowSlabs::huge_pages() const {
+  std::vector<std::span<std::byte>> all;
+  size_t used = uint64_t{end_} * stride_;
+  for (const Pages& slab : slabs_) {
+    const size_t written = std::min(used, slab.bytes());
+    if (written >= kHugePage) all.emplace_back(slab.data(), written);
+    used -= written;
+  }
+  return all;
 }
 
 int64_t RowSlabs::bytes() const {

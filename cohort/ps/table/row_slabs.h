@@ -58,6 +58,8 @@ class RowSlabs {
   uint32_t end() const { return end_; }
   /// Of memory, free places included.
   int64_t bytes() const;
+  /// The memory that is in huge pages, where the system has them.
+  std::vector<std::span<std::byte>> huge_pages() const;
 
  private:
   // A multiple of kHugePage whatever the stride: both are divisible by 4.

@@ -664,6 +664,16 @@ TableStatistics RowTable::statistics() const {
   return result;
 }
 
+std::vector<std::span<std::byte>> RowTable::huge_pages() const {
+  std::vector<std::span<std::byte>> all;
+  for (const auto& group : rows_->groups) {
+    for (const auto& some :
+         {group->slabs.huge_pages(), group->index.huge_pages(), group->counts.huge_pages()})
+      all.insert(all.end(), some.begin(), some.end());
+  }
+  return all;
+}
+
 SpillStore* RowTable::spill_store() {
   return rows_->spilled.get();
 }

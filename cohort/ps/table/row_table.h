@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "cohort/ps/table/row_view.h"
 #include "cohort/ps/table/spill_store.h"
@@ -97,6 +98,8 @@ class RowTable {
   void insert_count(uint64_t id, uint32_t pushes);
 
   TableStatistics statistics() const;
+  /// The memory that is in huge pages, where the system has them: valid until the next change.
+  std::vector<std::span<std::byte>> huge_pages() const;
   /// nullptr: there is none.
   SpillStore* spill_store();
 
