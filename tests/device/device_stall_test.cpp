@@ -351,7 +351,7 @@ TEST_P(DeviceStallTest, AJobThatWasStoppedGoesOn) {
         const auto stop = Clock::now();
         if (group.rank() != 1) group.all_reduce_async(data).wait();
         if (group.rank() == 0) stop_for_12_seconds(processes);
-        std::this_thread::sleep_until(stop + seconds(13));  // the watch looks
+        std::this_thread::sleep_until(stop + seconds(15));  // the watch looks
         if (group.rank() == 1) group.all_reduce_async(data).wait();
         device_of(group).synchronize();
         group.barrier("next");
