@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstring>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <utility>
 
 #include "tests/support/resident.h"
 
@@ -26,17 +28,54 @@ TEST(PagesTest, MapsWhatItIsAskedForAndGivesItBack) {
   }
 }
 
-TEST(PagesTest, CollapseKeepsWhatIsThereAndLeavesWhatIsNot) {
-  constexpr size_t kBytes = 4 * kHugePage;
-  const Pages pages(kBytes);
-  std::memset(pages.data(), 7, kBytes / 2);
-  const int64_t before = test::process_memory().resident;
-  collapse({pages.data(), kBytes});
+// Whether the kernel gathers huge pages when it is asked to.
+bool system_collapses() {
+  const Pages pages(kHugePage);
+  std::memset(pages.data(), 1, kHugePage);
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE
+  return test::huge_bytes() > 0 && ::madvise(pages.data(), kHugePage, kCollapse) == 0;
+}
+
+TEST(PagesTest, CollapseGathersWhatWasWritten) {
+  const int64_t gathered = system_collapses() ? 2 * kHugePage : 0;
+  Pages pages(4 * kHugePage, 4 * kHugePage);
+  // The first two were never written: there is nothing to gather, and what follows is gathered.
+  std::memset(pages.data() + 2 * kHugePage, 7, 2 * kHugePage);
+  pages.make_huge();
+  const int64_t before = test::huge_bytes();
+  const int64_t resident = test::process_memory().resident;
+  collapse({pages.data(), pages.bytes()});
   collapse({});
-  EXPECT_LT(test::process_memory().resident - before, int64_t{kHugePage})
-      << "it takes no memory for what was not written";
-  EXPECT_EQ(std::count(pages.data(), pages.data() + kBytes / 2, std::byte{7}), kBytes / 2);
-  EXPECT_EQ(std::count(pages.data() + kBytes / 2, pages.data() + kBytes, std::byte{0}), kBytes / 2);
+  EXPECT_EQ(test::huge_bytes() - before, gathered);
+  EXPECT_LT(test::process_memory().resident - resident, int64_t{kHugePage});
+  EXPECT_EQ(std::count(pages.data(), pages.data() + 2 * kHugePage, std::byte{0}), 2 * kHugePage);
+  EXPECT_EQ(std::count(pages.data() + 2 * kHugePage, pages.data() + pages.bytes(), std::byte{7}),
+            2 * kHugePage);
+}
+
+TEST(PagesTest, WholeHugePagesAreThoseThatFitIn) {
+  const Pages pages(3 * kHugePage);
+  const auto in = [&](size_t begin, size_t end) {
+    const auto whole = whole_huge_pages({pages.data() + begin, end - begin});
+    return whole.empty()
+               ? std::pair<size_t, size_t>(0, 0)
+               : std::pair(static_cast<size_t>(whole.data() - pages.data()), whole.size());
+  };
+  EXPECT_EQ(in(0, 3 * kHugePage), std::pair(size_t{0}, 3 * kHugePage));
+  EXPECT_EQ(in(8, 3 * kHugePage - 8), std::pair(kHugePage, kHugePage));
+  EXPECT_EQ(in(8, 2 * kHugePage - 8), std::pair(size_t{0}, size_t{0}));
+  EXPECT_EQ(in(kHugePage, kHugePage), std::pair(size_t{0}, size_t{0}));
+}
+
+TEST(PagesTest, DiscardGivesWholePagesBack) {
+  const Pages pages(4 * kHugePage);
+  std::memset(pages.data(), 7, pages.bytes());
+  const int64_t before = test::process_memory().resident;
+  discard({pages.data() + 100, pages.bytes() - 200});
+  discard({pages.data() + 100, 4096});  // Of two pages a part.
+  discard({});
+  EXPECT_LT(test::process_memory().resident, before - 3 * int64_t{kHugePage});
+  EXPECT_EQ(std::count(pages.data(), pages.data() + pages.bytes(), std::byte{7}), 2 * 4096);
 }
 
 }  // namespace pages_test

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <fstream>
+#include <sstream>
 #include <string>
 #include <unistd.h>
 
@@ -25,13 +26,18 @@ inline int64_t resident_bytes() {
   return process_memory().resident;
 }
 
-/// Of memory without a file in huge pages.
+/// Of memory for which huge pages were asked (MADV_HUGEPAGE), what is in them.
 inline int64_t huge_bytes() {
-  std::ifstream file("/proc/self/smaps_rollup");
-  for (std::string word; file >> word;) {
-    if (int64_t kib = 0; word == "AnonHugePages:" && file >> kib) return kib * 1024;
+  std::ifstream file("/proc/self/smaps");
+  int64_t kib = 0, sum = 0;
+  for (std::string line; std::getline(file, line);) {
+    std::istringstream words(line);
+    std::string word;
+    words >> word;
+    if (word == "AnonHugePages:") words >> kib;
+    if (word == "VmFlags:" && (line + " ").find(" hg ") != line.npos) sum += kib * 1024;
   }
-  return 0;
+  return sum;
 }
 
 }  // namespace cohort::test

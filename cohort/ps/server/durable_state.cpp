@@ -9,7 +9,9 @@
 #include <fcntl.h>
 #include <filesystem>
 #include <fstream>
+#include <pthread.h>
 #include <sys/file.h>
+#include <system_error>
 #include <vector>
 
 #include "cohort/base/atomic_file.h"
@@ -194,6 +196,7 @@ void DurableState::restore(const std::string& checkpoint) {
   if (!options_.folder.empty())
     write_atomically(incarnation_path(options_.folder).string(),
                      std::to_string(incarnation_) + "\n");
+  collapsing_ = {};
   state_ = empty_state();
   if (!options_.folder.empty()) fs::remove_all(fs::path(options_.folder) / "cold");
   state_.apply({.kind = RecordKind::kJob, .payload = std::as_bytes(std::span(job))});
@@ -367,6 +370,7 @@ void DurableState::begin_task(const std::string& path, std::function<void(std::s
   };
   try {
     begin_saving(state_, path);
+    collapsing_ = {};  // It would copy what the child does not write. It begins anew after it.
     saving_ =
         std::make_unique<ForkedTask>([this, path] { finish_saving(state_, path); },
                                      [clear, done = std::move(done), path](std::string reason) {
@@ -423,20 +427,26 @@ void DurableState::begin_save(const std::string& folder, uint64_t nonce,
 
 // The fork has left the tables in small pages, as far as they were written since.
 void DurableState::collapse_pages() {
-  std::vector<std::span<std::byte>> pieces;  // Of which the destructor waits for one.
+  std::vector<std::span<std::byte>> pieces;  // Of which the next fork waits for one.
   for (const auto& table : state_.shard().tables()) {
     for (std::span<std::byte> memory : table->huge_pages()) {
-      constexpr size_t kPiece = 32 * kHugePage;
-      for (; memory.size() > kPiece; memory = memory.subspan(kPiece))
-        pieces.push_back(memory.first(kPiece));
-      pieces.push_back(memory);
+      constexpr size_t kPiece = 8 * kHugePage;
+      for (memory = whole_huge_pages(memory); !memory.empty();) {
+        pieces.push_back(memory.first(std::min(kPiece, memory.size())));
+        memory = memory.subspan(pieces.back().size());
+      }
     }
   }
   if (pieces.empty()) return;
-  // What a table frees meanwhile is not there for the kernel, or is other memory that it gathers.
-  collapsing_ = std::jthread([pieces = std::move(pieces)](const std::stop_token& stop) {
-    for (size_t i = 0; i < pieces.size() && !stop.stop_requested(); ++i) collapse(pieces[i]);
-  });
+  try {
+    // What a table frees meanwhile is not there for the kernel, or is other memory that it gathers.
+    collapsing_ = std::jthread([pieces = std::move(pieces)](const std::stop_token& stop) {
+      for (size_t i = 0; i < pieces.size() && !stop.stop_requested(); ++i) collapse(pieces[i]);
+    });
+    ::pthread_setname_np(collapsing_.native_handle(), "ps-collapse");
+  } catch (const std::system_error& error) {
+    log_.warn("tables stay in small pages", {{"reason", one_line(error)}});
+  }
 }
 
 void DurableState::poll() {

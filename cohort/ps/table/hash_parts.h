@@ -47,13 +47,14 @@ class HashParts {
   /// The memory that is in huge pages, where the system has them.
   std::vector<std::span<std::byte>> huge_pages() const {
     std::vector<std::span<std::byte>> all;
-    for (const auto& [capacity, weak] : regions_) {
-      if (const auto region = weak.lock()) all.emplace_back(region->data(), region->bytes());
-    }
     for (const Part& part : parts_) {
-      const size_t bytes = sizeof(uint64_t) * part.capacity;
-      if (bytes >= kHugePage)
-        all.emplace_back(reinterpret_cast<std::byte*>(part.places.get()), bytes);
+      const auto memory = memory_of(part);
+      if (!is_mapped(memory.size())) continue;
+      if (!all.empty() && all.back().data() + all.back().size() == memory.data()) {
+        all.back() = {all.back().data(), all.back().size() + memory.size()};
+      } else {
+        all.push_back(memory);
+      }
     }
     return all;
   }
@@ -180,14 +181,23 @@ class HashParts {
     for (uint32_t i = 0; i < part.capacity; ++i) {
       if (const uint64_t place = part.places.get()[i]; place != 0) put(larger, place);
     }
+    // Of a region that others of its parts still hold.
+    if (const auto memory = memory_of(part); is_mapped(memory.size())) discard(memory);
     part = std::move(larger);
   }
+
+  static std::span<std::byte> memory_of(const Part& part) {
+    return {reinterpret_cast<std::byte*>(part.places.get()), sizeof(uint64_t) * part.capacity};
+  }
+
+  // Whether parts of so many bytes fill huge pages: together, or each some of its own.
+  static bool is_mapped(size_t bytes) { return bytes * kParts >= kHugePage; }
 
   // Zeros, in huge pages where they fill some: a large part's own, or those of all parts of one
   // capacity together, which are about equally full.
   std::shared_ptr<uint64_t> allocate(size_t number, uint32_t capacity) {
     const size_t bytes = sizeof(uint64_t) * capacity;
-    if (bytes * kParts < kHugePage) {
+    if (!is_mapped(bytes)) {
       auto* const memory = static_cast<uint64_t*>(std::calloc(capacity, sizeof(uint64_t)));
       if (memory == nullptr) throw std::bad_alloc();
       return {memory, [](uint64_t* places) { std::free(places); }};

@@ -2,10 +2,22 @@
 #include "cohort/ps/table/pages.h"
 
 #include <cstdint>
+#include <fstream>
 #include <new>
+#include <string>
 #include <sys/mman.h>
 
 namespace cohort::ps {
+namespace {
+
+std::span<std::byte> whole_pages(std::span<std::byte> memory, size_t page) {
+  const auto begin = reinterpret_cast<uintptr_t>(memory.data());
+  const size_t before = (page - begin % page) % page;
+  if (memory.size() < before + page) return {};
+  return memory.subspan(before, (memory.size() - before) / page * page);
+}
+
+}  // namespace
 
 Pages::Pages(size_t bytes, size_t small_bytes) : bytes_(bytes) {
   if (bytes == 0) return;
@@ -31,9 +43,28 @@ void Pages::make_huge() {
   if (data_ != nullptr) ::madvise(data_, bytes_, MADV_HUGEPAGE);
 }
 
+void discard(std::span<std::byte> memory) {
+  constexpr size_t kSmallPage = 4096;
+  memory = whole_pages(memory, kSmallPage);
+  if (!memory.empty()) ::madvise(memory.data(), memory.size(), MADV_DONTNEED);
+}
+
+std::span<std::byte> whole_huge_pages(std::span<std::byte> memory) {
+  return whole_pages(memory, kHugePage);
+}
+
 void collapse(std::span<std::byte> memory) {
   constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older headers lack.
-  ::madvise(memory.data(), memory.size(), kCollapse);
+  // The call does not ask for the system's setting.
+  static const bool has_huge_pages = [] {
+    std::ifstream file("/sys/kernel/mm/transparent_hugepage/enabled");
+    std::string setting;
+    return std::getline(file, setting) && setting.find("[never]") == setting.npos;
+  }();
+  if (!has_huge_pages || ::madvise(memory.data(), memory.size(), kCollapse) == 0) return;
+  // It ends at a page that was never written, for example.
+  for (; memory.size() >= kHugePage; memory = memory.subspan(kHugePage))
+    ::madvise(memory.data(), kHugePage, kCollapse);
 }
 
 }  // namespace cohort::ps

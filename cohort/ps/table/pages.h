@@ -46,10 +46,19 @@ class Pages {
   size_t bytes_ = 0;
 };
 
-/// Gathers what was written of `memory` in huge pages again. After a fork each huge page that one of
-/// the two processes writes becomes 512 small ones, and the kernel's own thread gathers 1.6 MB a
-/// second. Other threads may use the memory meanwhile. Changes nothing where the kernel has no such
-/// call (before Linux 6.1), or no huge page is left.
+/// Gives what the whole small pages (4 KiB) of `memory` hold back to the system: they read as zeros.
+void discard(std::span<std::byte> memory);
+
+/// Returns the part of `memory` that is whole huge pages; empty if there are none.
+std::span<std::byte> whole_huge_pages(std::span<std::byte> memory);
+
+/// Gathers each 2 MiB of `memory`, which begins at a multiple of that, in a huge page again, if
+/// anything of it was written. After a fork each huge page that one of the two processes writes
+/// becomes 512 small ones, and the kernel's own thread gathers 1.6 MB a second.
+///
+/// Blocks for some 0.5 ms a huge page that is gathered; other threads may use the memory meanwhile.
+/// While a forked child lives, what is gathered is there twice. Changes nothing where the kernel has
+/// no such call (before Linux 6.1), no huge page is left, or the system is set to have none.
 void collapse(std::span<std::byte> memory);
 
 }  // namespace cohort::ps
