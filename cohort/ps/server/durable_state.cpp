@@ -370,7 +370,7 @@ void DurableState::begin_task(const std::string& path, std::function<void(std::s
   };
   try {
     begin_saving(state_, path);
-    collapsing_ = {};  // It would copy what the child does not write. It begins anew after it.
+    collapsing_ = {};  // It would copy what the child does not write. It begins again after it.
     saving_ =
         std::make_unique<ForkedTask>([this, path] { finish_saving(state_, path); },
                                      [clear, done = std::move(done), path](std::string reason) {

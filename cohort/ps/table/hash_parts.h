@@ -190,7 +190,7 @@ class HashParts {
     return {reinterpret_cast<std::byte*>(part.places.get()), sizeof(uint64_t) * part.capacity};
   }
 
-  // Whether parts of so many bytes fill huge pages: together, or each some of its own.
+  // Whether parts of `bytes` bytes fill huge pages: together, or each some of its own.
   static bool is_mapped(size_t bytes) { return bytes * kParts >= kHugePage; }
 
   // Zeros, in huge pages where they fill some: a large part's own, or those of all parts of one
