@@ -462,7 +462,7 @@ TEST(HostsTest, AHostNameThatIsNoneIsRefused) {
   unsetenv("COHORT_HOST_NAME");
 }
 
-TEST(StoreTest, AProgramSharesKeysThroughIt) {
+TEST(UsersStoreTest, AProgramSharesKeysThroughIt) {
   test::ranks(3, [](const ProcessGroup& world) {
     if (world.rank() == 0) world.store().set("greeting", "good morning");
     EXPECT_EQ(world.store().get_to_str("greeting"), "good morning");

@@ -343,7 +343,8 @@ TEST(ProcessGroupFaultTest, ConnectionsOfOtherThreadsStayOpen) {
     std::vector<ProcessGroup> groups;
     {
       const std::jthread thread([&](const std::stop_token& stop) {
-        while (!stop.stop_requested() && others.size() < 200) others.emplace_back();
+        do others.emplace_back();
+        while (!stop.stop_requested() && others.size() < 200);
       });
       for (int i = 0; i < 5; ++i) groups.push_back(group.subgroup({0, 1}, "pair"));
     }

@@ -17,10 +17,12 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "cohort/base/fd.h"
+#include "cohort/base/process_stat.h"
 #include "cohort/base/program.h"
 #include "cohort/comm/backends/shm/shared_memory.h"
 #include "cohort/comm/process_group.h"
 
+#include "tests/support/eventually.h"
 #include "tests/support/hosts.h"
 #include "tests/support/message_of.h"
 #include "tests/support/named_in_time.h"
@@ -363,23 +365,24 @@ void stop_for_seconds(int seconds) {
 // Half of a message is in the memory, and the process of its sender lives.
 TEST(ShmFaultTest, AMessageWhoseSenderStopsIsATimeout) {
   const auto start = std::chrono::steady_clock::now();
-  const auto ends = test::run_ranks(2,
-                                    [](const ProcessGroup& group) {
-                                      const at::Tensor x = at::ones({1 << 20});
-                                      Work message = group.rank() == 1 ? group.send_async(x, 0)
-                                                                       : group.recv_async(x, 1);
-                                      std::this_thread::sleep_for(milliseconds(300));
-                                      message.wait();
-                                      group.barrier("one message has arrived");
-                                      if (group.rank() == 1) {
-                                        Work half = group.send_async(x, 0);
-                                        std::this_thread::sleep_for(milliseconds(300));
-                                        stop_for_seconds(7);
-                                      }
-                                      std::this_thread::sleep_for(milliseconds(600));
-                                      group.recv(x, 1);
-                                    },
-                                    {.backend = "shm", .timeout = milliseconds(1500)});
+  const auto ends = test::run_ranks(
+      2,
+      [](const ProcessGroup& group) {
+        const at::Tensor x = at::ones({1 << 20});
+        Work message = group.rank() == 1 ? group.send_async(x, 0) : group.recv_async(x, 1);
+        std::this_thread::sleep_for(milliseconds(300));
+        message.wait();
+        const auto pids =
+            group.all_gather_object(std::to_string(getpid()));  // One message has arrived.
+        if (group.rank() == 1) {
+          Work half = group.send_async(x, 0);
+          std::this_thread::sleep_for(milliseconds(300));
+          stop_for_seconds(7);
+        }
+        test::eventually([&] { return process_stat(std::stoi(pids[1]), 3) == "T"; });
+        group.recv(x, 1);
+      },
+      {.backend = "shm", .timeout = milliseconds(1500)});
   EXPECT_EQ(ends[0].exit_code, kExitLostPeer) << ends[0].output;
   EXPECT_NE(ends[0].output.find("has not come to an end within 1500 ms"), std::string::npos)
       << ends[0].output;

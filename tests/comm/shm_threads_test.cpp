@@ -193,14 +193,16 @@ TEST(ShmThreadsTest, WhatWasReadWhileACallEndedIsNotTakenForGood) {
 TEST(ShmThreadsTest, AnAbortEndsTheWaitOfAllRanks) {
   const auto memory = zeros(SharedExchange::bytes_for(3));
   const std::vector<PeerProcess> peers(3);
-  std::atomic<int> num_ended = 0;
+  std::atomic<int> num_begun = 0, num_ended = 0;
   on_threads(3, [&](int rank) {
     SharedExchange exchange(memory.get(), rank, peers, kNames, {});
     if (rank == 2) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      while (num_begun < 2) std::this_thread::yield();
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));  // Most likely they wait by now.
       exchange.abort();
     } else {
       exchange.begin({}, std::chrono::steady_clock::now() + seconds(60));
+      ++num_begun;
       EXPECT_THROW(exchange.barrier(), c10::DistBackendError);
     }
     for (++num_ended; num_ended < 3;) std::this_thread::yield();

@@ -238,11 +238,11 @@ TEST(ServerRunTest, AServerThatIgnoresSigtermIsKilledAfterTheGrace) {
 // Suspended for longer than the grace, while the server saves.
 TEST(ServerRunTest, TimeInWhichTheJobIsSuspendedIsNotOfTheGrace) {
   const Job job(
-      "trap 'echo saving; i=0; while [ $i -lt 30 ]; do i=$((i+1)); sleep 0.01; done;"
-      " echo saved; exit 0' TERM\n"
+      "trap 'echo saving; until [ -e \"$9/go\" ]; do sleep 0.01; done; i=0;"
+      " while [ $i -lt 30 ]; do i=$((i+1)); sleep 0.01; done; echo saved; exit 0' TERM\n"
       "echo PSERVER\nwhile :; do sleep 0.01; done\n");
   Launched run(job.run(
-      {"--servers", "1", "--grace", "1.5"},
+      {"--servers", "1", "--grace", "4"},
       "until grep -q PSERVER $COHORT_LOG_DIR/server.0.log; do sleep 0.01; done 2>/dev/null"));
   const auto wait_for = [](const auto& condition) {
     for (int i = 0; i < 6000 && !condition(); ++i) ::usleep(10'000);
@@ -252,7 +252,8 @@ TEST(ServerRunTest, TimeInWhichTheJobIsSuspendedIsNotOfTheGrace) {
   run.send(SIGTSTP);
   const std::string state = "/proc/" + std::to_string(run.pid()) + "/stat";
   wait_for([&] { return read_file(state).find(") T ") != std::string::npos; });
-  ::usleep(1'700'000);
+  ::usleep(4'200'000);
+  std::ofstream(job.path("state/server.0/go")).flush();
   run.send(SIGCONT);
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 0);

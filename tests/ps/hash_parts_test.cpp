@@ -11,6 +11,8 @@
 #include "cohort/ps/table/initial_weights.h"
 #include "cohort/ps/table/least_keys.h"
 
+#include "tests/support/resident.h"
+
 namespace cohort::ps {
 namespace hash_parts_test {
 
@@ -50,6 +52,25 @@ TEST(HashPartsTest, HoldsWhatAMapWouldThroughRandomChanges) {
   parts.for_each([&](uint64_t hash, uint64_t value) { all[hash] = value; });
   EXPECT_EQ(all, map);
   EXPECT_EQ(parts.size(), static_cast<int64_t>(map.size()));
+}
+
+// Two parts of one region, of which one grows.
+TEST(HashPartsTest, APartThatGrewKeepsNoOldMemory) {
+  constexpr int64_t kMiB = 1 << 20;
+  HashParts<32> parts;
+  uint64_t value = 0;
+  const auto insert = [&](uint64_t part) {
+    const uint64_t hash = splitmix64_finalizer(++value);
+    parts.insert(hash - hash % HashParts<32>::kParts + part, value);
+  };
+  while (parts.bytes() < 3 * kMiB) {
+    insert(0);
+    insert(1);
+  }
+  const int64_t bytes = parts.bytes(), resident = test::resident_bytes();
+  while (parts.bytes() == bytes) insert(0);
+  EXPECT_LT(test::resident_bytes() - resident, 5 * kMiB / 4)
+      << "a new part of some 1.9 MiB, less an old one of 1.5";
 }
 
 TEST(HashPartsTest, ValuesOfOneKeyAreToldApartByTheCaller) {

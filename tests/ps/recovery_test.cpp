@@ -11,6 +11,7 @@
 #include "cohort/base/error.h"
 
 #include "tests/ps/cluster.h"
+#include "tests/ps/disk_calls.h"
 #include "tests/ps/file_size_limit.h"
 #include "tests/support/message_of.h"
 
@@ -241,6 +242,7 @@ TEST(RecoveryTest, AServerReadsTheRowsOfThePartsThatHoldItsOwn) {
 }
 
 TEST(RecoveryTest, ACheckpointMayTakeLongerThanAnAttempt) {
+  const disk_calls::ReplacedSyncs syncs(0);
   Cluster cluster(1);
   LinkOptions link = quick_link();
   link.attempt_timeout = milliseconds(20);

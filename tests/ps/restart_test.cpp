@@ -309,7 +309,7 @@ TEST_F(RestartTest, AConfirmationEndsWithItsProcess) {
 // Under `continue`, when the time that silent ones have is over, from when the job is known.
 TEST(RestartAbsentTest, StepsCloseWithoutATrainerThatNeverCame) {
   Cluster cluster(2, {.on_trainer_loss = OnTrainerLoss::kContinue,
-                      .trainer_timeout = std::chrono::milliseconds(1'000)});
+                      .trainer_timeout = std::chrono::milliseconds(3'000)});
   const JobOptions job = ledger_job(2, 2, Mode::kSync);
   const auto first = cluster.client(0, job);
   const std::vector<uint64_t> ids{1, 2, 3, 4};

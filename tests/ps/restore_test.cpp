@@ -130,7 +130,7 @@ TEST_P(RestoreTest, ToTheCheckpointThatItBeganWith) {
 
 // The servers have given the job up, and hold the state to go back to.
 TEST_P(RestoreTest, AFailedJobGoesBackToTheStateThatItHas) {
-  Cluster cluster(2, {.trainer_timeout = std::chrono::milliseconds(300)});
+  Cluster cluster(2, {.trainer_timeout = std::chrono::milliseconds(2'000)});
   const auto join_again = [&](const std::optional<std::string>& restore = std::nullopt) {
     return cluster.client(0, job_, quick_link(), restore);
   };
@@ -175,7 +175,7 @@ TEST_P(RestoreTest, AProcessThatHadJoinedIsRefused) {
   train(*old, 1);
   const auto again = join(saved_);
   const std::vector<float> then = rows(*again);
-  EXPECT_NE(message_of<c10::DistError>([&] { train(*old, 1); }), "");
+  EXPECT_THROW(train(*old, 1), c10::DistError);
   EXPECT_EQ(rows(*again), then);
 }
 
@@ -242,7 +242,7 @@ TEST(RestartedServerTest, AStepThatIsOpenThenCloses) {
 TEST(RestartedServerTest, AServerThatCouldNotGoBackAnswers) {
   const JobOptions job = ledger_job(1, 1, Mode::kAsync);
   Cluster cluster(1, {.on_trainer_loss = OnTrainerLoss::kContinue,
-                      .trainer_timeout = std::chrono::milliseconds(300)});
+                      .trainer_timeout = std::chrono::milliseconds(2'000)});
   const std::string saved = cluster.path("saved"), good = cluster.path("good");
   const std::vector<uint64_t> ids{1, 2};
   const std::vector<float> gradients(4, 1);
@@ -258,7 +258,7 @@ TEST(RestartedServerTest, AServerThatCouldNotGoBackAnswers) {
   client->push(std::span(&pushed, 1), {});
   client->flush();
   EXPECT_THROW(cluster.client(0, job, quick_link(), saved), ConfigError);
-  std::this_thread::sleep_for(std::chrono::seconds(1));
+  std::this_thread::sleep_for(std::chrono::seconds(3));
   EXPECT_EQ(cluster.ask(0, {.call = Call::kStatus}).code, Code::kOk);
   std::vector<float> rows(4);
   const PullRows asked{0, ids, rows};

@@ -104,7 +104,7 @@ TEST(SyncedTest, ACheckpointBeginsWhenItsStepIsOnTheDisk) {
   const RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kSync), 0);
   const std::string folder = cluster.path("checkpoint");
   const Request save{.call = Call::kSave, .trainer = 0, .step = 1, .nonce = 7, .text = folder};
-  std::optional<disk_calls::ReplacedSyncs> slow(700'000);
+  std::optional<disk_calls::ReplacedSyncs> slow(300'000);
   auto pushed = cluster.send(0, trainer.push(1));
   auto saved = cluster.send(0, save);
   while (!fs::exists(folder) &&

@@ -57,16 +57,18 @@ std::multiset<std::string> names_of_threads() {
   return names;
 }
 
-// How often the thread ps-table-1 has gone to sleep.
+// How often the thread ps-table-1 has gone to sleep; -1 while it runs, or wants to.
 int64_t sleeps_of_a_worker() {
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
     std::ifstream status(task.path() / "status");
     std::string line;
-    bool is_worker = false;
+    bool is_worker = false, is_asleep = false;
     while (std::getline(status, line)) {
       is_worker |= line == "Name:\tps-table-1";
+      is_asleep |= line.starts_with("State:\tS");
       constexpr std::string_view kSleeps = "voluntary_ctxt_switches:";
-      if (is_worker && line.starts_with(kSleeps)) return std::stoll(line.substr(kSleeps.size()));
+      if (is_worker && line.starts_with(kSleeps))
+        return is_asleep ? std::stoll(line.substr(kSleeps.size())) : -1;
     }
   }
   return -1;
@@ -222,8 +224,7 @@ TEST(TableThreadsTest, LargeOperationsAreDividedAndSmallOnesAreNot) {
   options.width = kWide;
   options.eviction.time_to_live_s = 1000;
   RowTable table(options, nullptr, threads_of(2));
-  const auto wakes = [&](const std::function<void()>& operation) {
-    // Asleep: two readings that are apart are equal.
+  const auto sleeps = [] {  // Two readings that are apart are equal.
     int64_t before = -1;
     EXPECT_TRUE(eventually(
         [&] {
@@ -231,9 +232,12 @@ TEST(TableThreadsTest, LargeOperationsAreDividedAndSmallOnesAreNot) {
           return std::exchange(before, now) == now && now > 0;
         },
         kSoon));
-    operation();
-    const auto woken = [&] { return sleeps_of_a_worker() > before; };
-    return woken() || (std::this_thread::sleep_for(std::chrono::milliseconds(50)), woken());
+    return before;
+  };
+  const auto wakes = [&](const std::function<void()>& operation) {
+    const int64_t before = sleeps();
+    operation();  // It returns when the worker has done its part.
+    return sleeps() > before;
   };
   std::vector<uint64_t> ids(4'000);
   std::iota(ids.begin(), ids.end(), 0);
