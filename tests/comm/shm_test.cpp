@@ -379,7 +379,7 @@ TEST(ShmFaultTest, AMessageWhoseSenderStopsIsATimeout) {
           std::this_thread::sleep_for(milliseconds(300));
           stop_for_seconds(7);
         }
-        test::eventually([&] { return process_stat(std::stoi(pids[1]), 3) == "T"; });
+        EXPECT_TRUE(test::eventually([&] { return process_stat(std::stoi(pids[1]), 3) == "T"; }));
         group.recv(x, 1);
       },
       {.backend = "shm", .timeout = milliseconds(1500)});
