@@ -439,7 +439,7 @@ void DurableState::collapse_pages() {
   }
   if (pieces.empty()) return;
   try {
-    // What a table frees meanwhile is not there for the kernel, or is other memory that it gathers.
+    // Harmless if a table frees memory meanwhile: madvise then fails, or collapses other memory.
     collapsing_ = std::jthread([pieces = std::move(pieces)](const std::stop_token& stop) {
       for (size_t i = 0; i < pieces.size() && !stop.stop_requested(); ++i) collapse(pieces[i]);
     });
