@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // How much memory this process has.
 #pragma once
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <fstream>
+#include <span>
 #include <sstream>
 #include <string>
+#include <sys/mman.h>
 #include <unistd.h>
+#include <vector>
 
 namespace cohort::test {
 
@@ -24,6 +29,16 @@ inline ProcessMemory process_memory() {
 
 inline int64_t resident_bytes() {
   return process_memory().resident;
+}
+
+/// Of `memory`, which begins at a page, in bytes; whole pages count. Unlike the process's sum it does
+/// not change with what else is allocated.
+inline int64_t resident_bytes(std::span<std::byte> memory) {
+  const auto page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+  std::vector<unsigned char> resident((memory.size() + page - 1) / page);
+  if (::mincore(memory.data(), memory.size(), resident.data()) != 0) return -1;
+  const auto is_resident = [](unsigned char state) { return (state & 1) != 0; };
+  return std::count_if(resident.begin(), resident.end(), is_resident) * static_cast<int64_t>(page);
 }
 
 /// Of memory for which huge pages were asked (MADV_HUGEPAGE), what is in them.
