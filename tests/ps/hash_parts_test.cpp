@@ -29,13 +29,14 @@ TEST(IdHashTest, UnmixUndoesMix) {
   }
 }
 
-// Ids of few parts and places, so that runs are long and go round the end.
-TEST(HashPartsTest, HoldsWhatAMapWouldThroughRandomChanges) {
+// Hashes of two parts and their last lines, so that most values are in later lines, round the end.
+template <class Parts>
+void expect_what_a_map_holds() {
   std::mt19937_64 random(2);
-  HashParts<8> parts;
+  Parts parts;
   std::map<uint64_t, uint64_t> map;
   for (int i = 0; i < 200'000; ++i) {
-    const uint64_t hash = (random() % 40 << 34 | random() % 64 << 8) | random() % 2;
+    const uint64_t hash = ((56 + random() % 8) << 34 | random() % 128 << 8) | random() % 2;
     const auto found = map.find(hash);
     ASSERT_EQ(parts.find(hash, always), found == map.end() ? 0 : found->second);
     if (found == map.end()) {
@@ -52,6 +53,11 @@ TEST(HashPartsTest, HoldsWhatAMapWouldThroughRandomChanges) {
   parts.for_each([&](uint64_t hash, uint64_t value) { all[hash] = value; });
   EXPECT_EQ(all, map);
   EXPECT_EQ(parts.size(), static_cast<int64_t>(map.size()));
+}
+
+TEST(HashPartsTest, HoldsWhatAMapWouldThroughRandomChanges) {
+  expect_what_a_map_holds<HashParts<8>>();
+  expect_what_a_map_holds<HashParts<32>>();
 }
 
 // Two parts of one region, of which one grows.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A hash table of 8-byte places in many small parts, by mixed hashes (id_hash.h).
 #pragma once
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstdint>
@@ -11,6 +12,9 @@
 #include <span>
 #include <utility>
 #include <vector>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #include "cohort/ps/table/pages.h"
 
@@ -20,8 +24,9 @@ namespace cohort::ps {
 /// hash as fits: several values may seem to fit one hash, and the caller tells which is meant.
 ///
 /// Open addressing in 256 parts by the hash's low 8 bits, each 0.64 to 0.8 full: 10 to 12.5 bytes a
-/// value. A part grows alone, by a quarter: no push waits for all of them. Of a place's key the low
-/// 32 bits say where it belongs: no row is read to move it.
+/// value. A part grows alone, by a quarter: no push waits for all of them. A part is cache lines of 8
+/// places. Of a place's key the low 32 bits say in which line it belongs, so no row is read to move
+/// it; where that line is full, it is in the next one that is not.
 /// Threads: one at a time.
 template <int kValueBits>
 class HashParts {
@@ -40,7 +45,7 @@ class HashParts {
   /// Of memory.
   int64_t bytes() const {
     int64_t sum = sizeof(*this);
-    for (const Part& part : parts_) sum += static_cast<int64_t>(sizeof(uint64_t) * part.capacity);
+    for (const Part& part : parts_) sum += static_cast<int64_t>(kLineBytes * part.lines);
     return sum;
   }
 
@@ -61,10 +66,7 @@ class HashParts {
 
   [[gnu::always_inline]] void prefetch(uint64_t hash) const {
     const Part& part = part_of(hash);
-    // A number: an empty part has no places, and another one may end before the last of these.
-    const auto first = reinterpret_cast<uintptr_t>(part.places.get() + home(part, key_of(hash)));
-    prefetch_line(reinterpret_cast<const void*>(first));
-    prefetch_line(reinterpret_cast<const void*>(first + (kNear - 1) * sizeof(uint64_t)));
+    prefetch_line(line_at(part, home(part, key_of(hash))));
   }
 
   /// Returns the first value of this hash's key for which `is_meant(value)`, or 0.
@@ -79,7 +81,7 @@ class HashParts {
   /// Errors: std::bad_alloc.
   void insert(uint64_t hash, uint64_t value) {
     Part& part = part_of(hash);
-    if ((uint64_t{part.used} + 1) * 5 > uint64_t{part.capacity} * 4) grow(part);
+    if ((uint64_t{part.used} + 1) * 5 > uint64_t{part.lines} * kLinePlaces * 4) grow(part);
     put(part, key_of(hash) << kValueBits | value);
     ++part.used;
     ++size_;
@@ -93,23 +95,22 @@ class HashParts {
     *place = key_of(hash) << kValueBits | value;
   }
 
-  /// Removes the value that find() gives; it is there. Later places of the run move up: no marks of
-  /// what was removed stay behind.
+  /// Removes the value that find() gives; it is there. Values of later lines move up: no marks of what
+  /// was removed stay behind.
   template <class Predicate>
   void erase(uint64_t hash, const Predicate& is_meant) {
     Part& part = part_of(hash);
-    uint64_t* places = part.places.get();
-    uint32_t hole = static_cast<uint32_t>(find_place(part, key_of(hash), is_meant) - places);
-    for (uint32_t next = after(part, hole); places[next] != 0; next = after(part, next)) {
-      const uint32_t wanted = home(part, places[next] >> kValueBits);
-      // Does `wanted` lie behind the hole, on the way round from it to `next`?
-      const bool stays =
-          hole < next ? (hole < wanted && wanted <= next) : (hole < wanted || wanted <= next);
-      if (stays) continue;
-      places[hole] = places[next];
-      hole = next;
+    auto* hole = const_cast<uint64_t*>(find_place(part, key_of(hash), is_meant));
+    while (hole != nullptr) {
+      const auto line = static_cast<uint32_t>((hole - part.places.get()) / kLinePlaces);
+      uint64_t* const places = line_at(part, line);
+      const bool was_full = is_full(places);
+      uint64_t* const last = std::find(places, places + kLinePlaces, 0) - 1;
+      *hole = *last;
+      *last = 0;
+      hole = was_full ? place_beyond(part, line) : nullptr;
+      if (hole != nullptr) *last = *hole;
     }
-    places[hole] = 0;
     --part.used;
     --size_;
   }
@@ -119,8 +120,7 @@ class HashParts {
   void for_each(const Visit& visit) const {
     for (uint64_t number = 0; number < kParts; ++number) {
       const Part& part = parts_[number];
-      for (uint32_t i = 0; i < part.capacity; ++i) {
-        const uint64_t place = part.places.get()[i];
+      for (const uint64_t place : places_of(part)) {
         if (place != 0) visit((place >> kValueBits) << 8 | number, place & kMaxValue);
       }
     }
@@ -129,57 +129,91 @@ class HashParts {
  private:
   struct Part {
     std::shared_ptr<uint64_t> places;
-    uint32_t capacity = 0;
+    uint32_t lines = 0;
     uint32_t used = 0;
   };
 
   static_assert(kValueBits >= 8 && kValueBits <= 32);
-  static constexpr uint32_t kNear = 4;  // Places that are looked at together.
+  static constexpr uint32_t kLinePlaces = 8;
+  static constexpr size_t kLineBytes = kLinePlaces * sizeof(uint64_t);
   static uint64_t key_of(uint64_t hash) { return (hash >> 8) & (~uint64_t{0} >> kValueBits); }
   const Part& part_of(uint64_t hash) const { return parts_[hash % kParts]; }
   Part& part_of(uint64_t hash) { return parts_[hash % kParts]; }
   static uint32_t home(const Part& part, uint64_t key) {
-    return static_cast<uint32_t>((key & 0xffffffff) * part.capacity >> 32);
+    return static_cast<uint32_t>((key & 0xffffffff) * part.lines >> 32);
   }
-  static uint32_t after(const Part& part, uint32_t i) { return i + 1 == part.capacity ? 0 : i + 1; }
+  static uint32_t after(const Part& part, uint32_t i) { return i + 1 == part.lines ? 0 : i + 1; }
+  static uint64_t* line_at(const Part& part, uint32_t line) {
+    return part.places.get() + size_t{line} * kLinePlaces;
+  }
+  static std::span<const uint64_t> places_of(const Part& part) {
+    return {part.places.get(), size_t{part.lines} * kLinePlaces};
+  }
+  // The free places of a line are its last ones.
+  static bool is_full(const uint64_t* line) { return line[kLinePlaces - 1] != 0; }
+
+  // The places of a line that have `key`, as bits; a free one has 0. Without a branch for each place:
+  // the CPU cannot foresee which it is.
+  static uint32_t fitting_places(const uint64_t* line, uint64_t key) {
+#ifdef __SSE2__
+    if constexpr (kValueBits == 32) {  // The keys are the high halves: four at a time.
+      const auto* const pairs = reinterpret_cast<const __m128i*>(line);
+      const __m128i wanted = _mm_set1_epi32(static_cast<int>(key));
+      const auto four = [&](int i) {
+        const __m128 low = _mm_castsi128_ps(_mm_loadu_si128(pairs + i));
+        const __m128 high = _mm_castsi128_ps(_mm_loadu_si128(pairs + i + 1));
+        const __m128 keys = _mm_shuffle_ps(low, high, _MM_SHUFFLE(3, 1, 3, 1));
+        return _mm_cmpeq_epi32(_mm_castps_si128(keys), wanted);
+      };
+      const __m128i words = _mm_packs_epi32(four(0), four(2));
+      return static_cast<uint32_t>(_mm_movemask_epi8(_mm_packs_epi16(words, _mm_setzero_si128())));
+    }
+#endif
+    uint32_t fitting = 0;
+    for (uint32_t i = 0; i < kLinePlaces; ++i)
+      fitting |= static_cast<uint32_t>(line[i] >> kValueBits == key) << i;
+    return fitting;
+  }
 
   template <class Predicate>
   static const uint64_t* find_place(const Part& part, uint64_t key, const Predicate& is_meant) {
-    if (part.capacity == 0) return nullptr;
-    const uint64_t* places = part.places.get();
-    uint32_t i = home(part, key);
-    // Of a run, whose length the CPU cannot foresee, the first few without a branch. None behind a
-    // free place has this key.
-    if (i + kNear <= part.capacity) {
-      const auto fits = [&](uint32_t j) {
-        return static_cast<uint32_t>(places[i + j] >> kValueBits == key) << j;
-      };
-      const uint32_t fitting = fits(0) | fits(1) | fits(2) | fits(3);
-      if (fitting != 0) {
-        const uint64_t* place = places + i + std::countr_zero(fitting);
+    if (part.lines == 0) return nullptr;
+    for (uint32_t i = home(part, key);; i = after(part, i)) {
+      const uint64_t* const line = line_at(part, i);
+      for (uint32_t left = fitting_places(line, key); left != 0; left &= left - 1) {
+        const uint64_t* const place = line + std::countr_zero(left);
         if (*place != 0 && is_meant(*place & kMaxValue)) return place;
       }
+      if (!is_full(line)) return nullptr;
     }
-    for (; places[i] != 0; i = after(part, i)) {
-      if (places[i] >> kValueBits == key && is_meant(places[i] & kMaxValue)) return places + i;
+  }
+
+  // The first place behind `line` whose key belongs in it or before it; nullptr: there is none.
+  static uint64_t* place_beyond(const Part& part, uint32_t line) {
+    for (uint32_t i = after(part, line), distance = 1;; i = after(part, i), ++distance) {
+      uint64_t* const places = line_at(part, i);
+      for (uint32_t k = 0; k < kLinePlaces && places[k] != 0; ++k) {
+        const uint32_t wanted = home(part, places[k] >> kValueBits);
+        if ((i >= wanted ? i : i + part.lines) - wanted >= distance) return places + k;
+      }
+      if (!is_full(places)) return nullptr;
     }
-    return nullptr;
   }
 
   static void put(Part& part, uint64_t place) {
-    uint64_t* places = part.places.get();
     uint32_t i = home(part, place >> kValueBits);
-    while (places[i] != 0) i = after(part, i);
-    places[i] = place;
+    while (is_full(line_at(part, i))) i = after(part, i);
+    uint64_t* const line = line_at(part, i);
+    *std::find(line, line + kLinePlaces, 0) = place;
   }
 
   void grow(Part& part) {
     Part larger;
-    larger.capacity = part.capacity + part.capacity / 4 + 8;
+    larger.lines = part.lines + part.lines / 4 + 1;
     larger.used = part.used;
-    larger.places = allocate(static_cast<size_t>(&part - parts_.data()), larger.capacity);
-    for (uint32_t i = 0; i < part.capacity; ++i) {
-      if (const uint64_t place = part.places.get()[i]; place != 0) put(larger, place);
+    larger.places = allocate(static_cast<size_t>(&part - parts_.data()), larger.lines);
+    for (const uint64_t place : places_of(part)) {
+      if (place != 0) put(larger, place);
     }
     // Of a region that others of its parts still hold.
     if (const auto memory = memory_of(part); is_mapped(memory.size())) discard(memory);
@@ -187,18 +221,20 @@ class HashParts {
   }
 
   static std::span<std::byte> memory_of(const Part& part) {
-    return {reinterpret_cast<std::byte*>(part.places.get()), sizeof(uint64_t) * part.capacity};
+    return {reinterpret_cast<std::byte*>(part.places.get()), kLineBytes * part.lines};
   }
 
   // Whether parts of `bytes` bytes fill huge pages: together, or each some of its own.
-  static bool is_mapped(size_t bytes) { return bytes * kParts >= kHugePage; }
+  static bool is_mapped(size_t bytes) {
+    return bytes * kParts >= kHugePage;
+  }
 
   // Zeros, in huge pages where they fill some: a large part's own, or those of all parts of one
-  // capacity together, which are about equally full.
-  std::shared_ptr<uint64_t> allocate(size_t number, uint32_t capacity) {
-    const size_t bytes = sizeof(uint64_t) * capacity;
+  // size together, which are about equally full.
+  std::shared_ptr<uint64_t> allocate(size_t number, uint32_t lines) {
+    const size_t bytes = kLineBytes * lines;
     if (!is_mapped(bytes)) {
-      auto* const memory = static_cast<uint64_t*>(std::calloc(capacity, sizeof(uint64_t)));
+      auto* const memory = static_cast<uint64_t*>(std::calloc(lines, kLineBytes));
       if (memory == nullptr) throw std::bad_alloc();
       return {memory, [](uint64_t* places) { std::free(places); }};
     }
@@ -207,18 +243,18 @@ class HashParts {
       auto* const places = reinterpret_cast<uint64_t*>(pages->data());
       return {std::move(pages), places};
     }
-    auto region = regions_[capacity].lock();
+    auto region = regions_[lines].lock();
     if (!region) {
       region = std::make_shared<Pages>((bytes * kParts + kHugePage - 1) / kHugePage * kHugePage);
       std::erase_if(regions_, [](const auto& entry) { return entry.second.expired(); });
-      regions_[capacity] = region;
+      regions_[lines] = region;
     }
-    auto* const places = reinterpret_cast<uint64_t*>(region->data()) + number * capacity;
+    auto* const places = reinterpret_cast<uint64_t*>(region->data()) + number * lines * kLinePlaces;
     return {std::move(region), places};
   }
 
   std::array<Part, kParts> parts_;
-  std::map<uint32_t, std::weak_ptr<Pages>> regions_;  // By capacity.
+  std::map<uint32_t, std::weak_ptr<Pages>> regions_;  // By lines of a part.
   int64_t size_ = 0;
 };
 
