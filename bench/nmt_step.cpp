@@ -15,11 +15,13 @@
 #include <array>
 #include <chrono>
 #include <cstdio>
+#include <fstream>
 #include <functional>
 #include <iterator>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <optional>
+#include <string>
 #include <sys/resource.h>
 #include <torch/types.h>
 
@@ -82,6 +84,19 @@ int64_t peak_rss_bytes() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
   return usage.ru_maxrss * 1024;
+}
+
+// Of memory that several processes have (libraries, what ranks share), what the others' shares add up
+// to: Linux counts it whole in each one's resident memory.
+int64_t bytes_of_others() {
+  std::ifstream file("/proc/self/smaps_rollup");
+  int64_t resident = 0, proportional = 0;
+  for (std::string word; file >> word;) {
+    if (word == "Rss:") file >> resident;
+    if (word == "Pss:") file >> proportional;
+  }
+  TORCH_CHECK(proportional > 0, "/proc/self/smaps_rollup: expected Rss and Pss, found none");
+  return (resident - proportional) * 1024;
 }
 
 // Saves in the background, as training does, at the first of every 2 * `cycle` steps: in every
@@ -272,9 +287,11 @@ int run(const Options& options) {
   const int64_t sent = cohort::bench::tcp_bytes_sent() - sent_before;
   const int64_t at_rest = memory.now();
   const int64_t at_peak = memory.peak();
-  // The largest of all ranks.
-  at::Tensor bytes = at::tensor({at_rest, at_peak, peak_rss_bytes(), sent,
-                                 bytes_after_backward(updater, batches.front(), options, memory)});
+  // The largest of all ranks. All of them are there, with what they share.
+  const int64_t peak = peak_rss_bytes();
+  at::Tensor bytes = at::tensor({at_rest, at_peak, peak, sent,
+                                 bytes_after_backward(updater, batches.front(), options, memory),
+                                 peak - bytes_of_others()});
   group.all_reduce(bytes, cohort::comm::ReduceOp::kMax);
   const auto* largest = bytes.const_data_ptr<int64_t>();
   if (saves && group.rank() == 0) {
@@ -310,7 +327,8 @@ int run(const Options& options) {
                                    {"tensor_bytes_at_rest", largest[0]},
                                    {"tensor_bytes_after_backward", largest[4]},
                                    {"tensor_bytes_at_peak", largest[1]},
-                                   {"peak_rss_bytes", largest[2]}};
+                                   {"peak_rss_bytes", largest[2]},
+                                   {"peak_pss_bytes", largest[5]}};
     if (!options.exposed_communication) {
       line["bytes_sent_per_step_and_rank"] = largest[3] / options.steps;
       line["final_loss"] = loss_per_token;

@@ -341,8 +341,11 @@ def main():
             speeds.append(tokens / seconds[-1])
     loss = loss.cpu()
     dist.all_reduce(loss)
-    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    with open("/proc/self/smaps_rollup") as file:  # While all ranks are there.
+        sizes = {line.split()[0]: int(line.split()[1]) for line in file if line.startswith(("Rss:", "Pss:"))}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peaks = torch.tensor([peak, peak - (sizes["Rss:"] - sizes["Pss:"])]) * 1024
+    dist.all_reduce(peaks, dist.ReduceOp.MAX)
     if rank == 0:
         print(json.dumps({
             "bench": f"nmt_{options.strategy}_pytorch",
@@ -359,7 +362,8 @@ def main():
             "median_step_s": round(statistics.median(seconds), 4),
             "step_s": [round(s, 4) for s in seconds],
             "final_loss": round(loss.item() / world, 5),
-            "peak_rss_bytes": peak.item(),
+            "peak_rss_bytes": peaks[0].item(),
+            "peak_pss_bytes": peaks[1].item(),
             "peak_device_memory_bytes": torch.cuda.max_memory_allocated() if on_card else None,
             "torch": torch.__version__,
         }), flush=True)

@@ -55,6 +55,11 @@ struct Flags {
   double snapshot_log_mib = 512;
   bool keys_only = false;
   std::string only;
+
+  // A side is a table's name, "_" and a call. --only gives the one or the other.
+  bool measures(const std::string& side) const {
+    return only.empty() || only == side || only == side.substr(0, side.rfind('_'));
+  }
 };
 
 double seconds_since(Clock::time_point begin) {
@@ -304,8 +309,7 @@ json measure_rows(const Flags& flags, const std::string& folder) {
   const auto add_table = [&](const std::string& name, int64_t rows, ps::Durability durability,
                              ps::WireDtype dtype = ps::WireDtype::kFloat32,
                              Network network = Network::kUnix) {
-    const bool is_asked = flags.only.empty() || flags.only == name ||
-                          flags.only == name + "_pull" || flags.only == name + "_push";
+    const bool is_asked = flags.measures(name + "_pull") || flags.measures(name + "_push");
     if (rows > 0 && is_asked)
       tables.push_back({name, rows,
                         start_server(folder + "/" + name, durability, std::nullopt, network),
@@ -369,13 +373,8 @@ json measure_rows(const Flags& flags, const std::string& folder) {
   add_plain("grpc_pull", [&](auto ids, int thread) { plain.raw_pull(ids, out(thread)); });
   add_plain("grpc_push", [&](auto ids, int) { plain.raw_push(ids, gradients); });
   for (const auto& batch : batches) plain.push(batch, gradients);
-  if (!flags.only.empty()) {
-    std::erase_if(sides, [&](const Side& side) {
-      return side.name != flags.only && side.name != flags.only + "_pull" &&
-             side.name != flags.only + "_push";
-    });
-    if (sides.empty()) throw ConfigError("--only " + flags.only + ": no such side");
-  }
+  std::erase_if(sides, [&](const Side& side) { return !flags.measures(side.name); });
+  if (sides.empty()) throw ConfigError("--only " + flags.only + ": no such side");
   for (int round = 0; round < flags.rounds; ++round) {
     for (Side& side : sides) {
       const Rate rate = side.run();
