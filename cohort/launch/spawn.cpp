@@ -13,6 +13,11 @@
 #include "cohort/base/program.h"
 #include "cohort/launch/launcher.h"
 
+namespace at {
+// libtorch's: of this thread and of those that a rank starts. There only if the program has libtorch.
+[[gnu::weak]] void set_num_threads(int threads);
+}  // namespace at
+
 namespace cohort::launch {
 namespace {
 
@@ -47,8 +52,14 @@ int start(RunOptions options, const WorkerFunction& function) {
   options.command = own_command();
   options.program_name = std::filesystem::path(options.command.front()).filename().string();
   ::setenv(kSpawnedVariable, std::to_string(::getpid()).c_str(), 1);
+  const bool chooses_threads = !env_string("OMP_NUM_THREADS");
   const WorkerFunction reported = [&](int local_rank) {
-    return run_program(options.program_name, [&] { return function(local_rank); });
+    return run_program(options.program_name, [&] {
+      // OpenMP read the variable when this program began; the launcher has computed it since.
+      if (chooses_threads && at::set_num_threads != nullptr)
+        at::set_num_threads(static_cast<int>(env_int("OMP_NUM_THREADS").value_or(1)));
+      return function(local_rank);
+    });
   };
   const int code = run(options, function ? reported : WorkerFunction());
   ::unsetenv(kSpawnedVariable);
