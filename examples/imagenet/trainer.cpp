@@ -2,7 +2,9 @@
 #include "examples/imagenet/trainer.h"
 
 #include <ATen/autocast_mode.h>
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <torch/utils.h>
@@ -98,6 +100,13 @@ void check_same_pictures(const std::string& root, const cohort::image::ImageFold
   }
 }
 
+// Weights that are not numbers stay so: nothing that is trained on with them is worth saving.
+void check_finite(double loss, const std::string& what, int64_t epoch) {
+  TORCH_CHECK(std::isfinite(loss), "epoch ", epoch, ": the ", what, " loss is ", loss,
+              ": expected a number; the training has diverged, so nothing of this epoch is saved: "
+              "lower --lr, and resume from a checkpoint of an earlier epoch if there is one");
+}
+
 double seconds(Clock::duration time) {
   return std::chrono::duration<double>(time).count();
 }
@@ -112,7 +121,9 @@ Trainer::Trainer(const Options& options, const cohort::comm::ProcessGroup& group
       learning_rate_(options.lr),
       model_(make_model(options, std::ssize(validation_set_.classes()), group)) {
   if (!options.batch_size_per_rank) {
-    local_batch_ = cohort::train::local_batch(options.batch_size, group.size());
+    // Only training needs batches of equal size.
+    local_batch_ = options.evaluate ? std::max<int64_t>(1, options.batch_size / group.size())
+                                    : cohort::train::local_batch(options.batch_size, group.size());
   }
   state_.arch = options.arch;
   if (!options.resume.empty()) {
@@ -316,7 +327,10 @@ EpochReport Trainer::train_epoch(int64_t epoch) {
                      state_.loss_scale);
     sums.add(losses_B, scores_BC, labels_B);
     if (++step % options_.print_freq == 0) {
-      print_step(epoch, step, num_steps, report(sums.scores()));
+      const EpochReport so_far = report(sums.scores());
+      print_step(epoch, step, num_steps, so_far);
+      // float16 overflows at times: such a step is left out.
+      if (!scaler_) check_finite(so_far.scores.loss, "training", epoch);
     }
   }
   print_skipped("epoch " + std::to_string(epoch), loader);
@@ -347,6 +361,7 @@ void Trainer::finish_epoch(int64_t epoch, const EpochReport& report) {
   // the ones that are saved, so they are what all ranks evaluate.
   cohort::parallel::broadcast_tensors(model_->buffers(), group_, 0);
   const Scores valid = evaluate();
+  if (valid.count > 0) check_finite(valid.loss, "validation", epoch);
   const bool best = valid.top1 > state_.best_top1;
   if (best) state_.best_top1 = valid.top1;
   state_.epochs_done = epoch + 1;

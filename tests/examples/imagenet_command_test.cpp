@@ -206,6 +206,21 @@ TEST_F(ImagenetCommandTest, SpawnsItsOwnRanks) {
                  "expected --nproc-per-node");
 }
 
+TEST_F(ImagenetCommandTest, ATrainingThatDivergedIsNamedAndNotSaved) {
+  std::string diverging = bin("imagenet") + " " + flags("run", "--overwrite --epochs 4");
+  const std::string rate = "--lr 0.005";
+  diverging.replace(diverging.find(rate), rate.size(), "--lr 100");
+  // Named where a step is printed, or else where the epoch ends.
+  for (const std::string& run :
+       {diverging, bin("cohort") + " run --nproc-per-node 2 -- " + diverging + " --print-freq 1"}) {
+    expect_refused(1, shell(run), "expected a number; the training has diverged");
+    if (!std::filesystem::exists(folder_ / "run/checkpoint/manifest.json")) continue;
+    const auto rows = history("run");
+    EXPECT_EQ(manifest("run/checkpoint")["facts"]["epochs_done"], std::to_string(rows.size()));
+    for (const auto& row : rows) EXPECT_TRUE(row["valid_loss"].is_number());
+  }
+}
+
 TEST_F(ImagenetCommandTest, DoesNotSpawnUnderALauncher) {
   const std::string spawning = "--epochs 1 --multiprocessing-distributed --nproc-per-node 2";
   const std::string refusal = "--multiprocessing-distributed: a launcher started this process (";
@@ -286,8 +301,12 @@ TEST_F(ImagenetCommandTest, ServersThatTheStrategyDoesNotUseAreRefused) {
 TEST_F(ImagenetCommandTest, EvaluationIsTheSameOnEveryNumberOfRanks) {
   expect_trained(1, "run", "--epochs 2");
   const double loss = history("run").back()["valid_loss"].get<double>();
+  std::string evaluation = flags("run", "--evaluate --resume " + folder_ / "run/checkpoint");
+  const std::string size = "--batch-size 12";
+  evaluation.replace(evaluation.find(size), size.size(), "--batch-size 16");  // No multiple of 3.
   for (const int count : {1, 2, 3}) {
-    const Ended ended = on_ranks(count, "run", "--evaluate --resume " + folder_ / "run/checkpoint");
+    const Ended ended = shell(bin("cohort") + " run --nproc-per-node " + std::to_string(count) +
+                              " -- " + bin("imagenet") + " " + evaluation);
     ASSERT_EQ(ended.code, 0) << ended.output;
     const auto place = ended.output.find("evaluated 15 pictures: loss ");
     ASSERT_NE(place, std::string::npos) << ended.output;
