@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/ps/table/hash_parts.h"
 
+#include <algorithm>
 #include <cmath>
 #include <gtest/gtest.h>
 #include <map>
@@ -76,7 +77,7 @@ TEST(HashPartsTest, APartThatGrewKeepsNoOldMemory) {
   const auto memory = parts.huge_pages();
   ASSERT_EQ(memory.size(), 1);
   while (parts.bytes() == bytes) insert(0);
-  // Its half, which the other part keeps mapped, but for the page that they share.
+  // Part 0's half, which the other part keeps mapped, but for the page that they share.
   EXPECT_LE(test::resident_bytes(memory[0].first(memory[0].size() / 2)), 4096);
 }
 
@@ -91,6 +92,20 @@ TEST(HashPartsTest, ValuesOfOneKeyAreToldApartByTheCaller) {
   parts.erase(hash, is(1));
   EXPECT_EQ(parts.find(hash, is(1)), 0);
   EXPECT_EQ(parts.find(hash, always), 2);
+}
+
+// Where a part begins to be filled with what another visits, all of its lines get some.
+TEST(HashPartsTest, ValuesAreVisitedAllOverAPart) {
+  HashParts<32> parts;
+  std::mt19937_64 random(4);
+  for (uint64_t i = 1; i <= 100'000; ++i) parts.insert(random(), i);
+  std::vector<uint64_t> quarters;  // Of one part's lines, where its values belong.
+  parts.for_each([&](uint64_t hash, uint64_t) {
+    if (hash % HashParts<32>::kParts == 7) quarters.push_back((hash >> 8 & 0xffffffff) >> 30);
+  });
+  const auto begun = static_cast<ptrdiff_t>(quarters.size() / 8);
+  for (const uint64_t quarter : {0, 1, 2, 3})
+    EXPECT_GT(std::count(quarters.begin(), quarters.begin() + begun, quarter), begun / 16);
 }
 
 TEST(HashPartsTest, AValueTakes10To13Bytes) {

@@ -7,6 +7,7 @@
 #include <fstream>
 #include <span>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -36,7 +37,8 @@ inline int64_t resident_bytes() {
 inline int64_t resident_bytes(std::span<std::byte> memory) {
   const auto page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
   std::vector<unsigned char> resident((memory.size() + page - 1) / page);
-  if (::mincore(memory.data(), memory.size(), resident.data()) != 0) return -1;
+  if (::mincore(memory.data(), memory.size(), resident.data()) != 0)
+    throw std::runtime_error("mincore failed");
   const auto is_resident = [](unsigned char state) { return (state & 1) != 0; };
   return std::count_if(resident.begin(), resident.end(), is_resident) * static_cast<int64_t>(page);
 }

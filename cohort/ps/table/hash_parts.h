@@ -6,9 +6,11 @@
 #include <bit>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <span>
 #include <utility>
 #include <vector>
@@ -24,9 +26,9 @@ namespace cohort::ps {
 /// hash as fits: several values may seem to fit one hash, and the caller tells which is meant.
 ///
 /// Open addressing in 256 parts by the hash's low 8 bits, each 0.64 to 0.8 full: 10 to 12.5 bytes a
-/// value. A part grows alone, by a quarter: no push waits for all of them. A part is cache lines of 8
-/// places. Of a place's key the low 32 bits say in which line it belongs, so no row is read to move
-/// it; where that line is full, it is in the next one that is not.
+/// value. A part grows alone, by a quarter: no push waits for all of them. A part is lines of 8 places,
+/// as long as cache lines. Of a place's key the low 32 bits say in which line it belongs, so no row is
+/// read to move it. A value whose line was full is in a later one; all lines between are full.
 /// Threads: one at a time.
 template <int kValueBits>
 class HashParts {
@@ -116,12 +118,19 @@ class HashParts {
   }
 
   /// Calls `visit(hash, value)` for each; of the hash the low 72 - kValueBits bits are right.
+  ///
+  /// Lines that follow each other lie apart: values in the order of their lines would all crowd into
+  /// the first lines of parts that grow as they are filled with them.
   template <class Visit>
   void for_each(const Visit& visit) const {
     for (uint64_t number = 0; number < kParts; ++number) {
       const Part& part = parts_[number];
-      for (const uint64_t place : places_of(part)) {
-        if (place != 0) visit((place >> kValueBits) << 8 | number, place & kMaxValue);
+      auto stride = static_cast<uint64_t>(0.618 * part.lines);
+      while (std::gcd(stride, uint64_t{part.lines}) > 1) ++stride;
+      for (uint64_t i = 0, line = 0; i < part.lines; ++i, line = (line + stride) % part.lines) {
+        const uint64_t* const places = line_at(part, static_cast<uint32_t>(line));
+        for (uint32_t k = 0; k < kLinePlaces && places[k] != 0; ++k)
+          visit((places[k] >> kValueBits) << 8 | number, places[k] & kMaxValue);
       }
     }
   }
@@ -234,8 +243,9 @@ class HashParts {
   std::shared_ptr<uint64_t> allocate(size_t number, uint32_t lines) {
     const size_t bytes = kLineBytes * lines;
     if (!is_mapped(bytes)) {
-      auto* const memory = static_cast<uint64_t*>(std::calloc(lines, kLineBytes));
+      auto* const memory = static_cast<uint64_t*>(std::aligned_alloc(kLineBytes, bytes));
       if (memory == nullptr) throw std::bad_alloc();
+      std::memset(memory, 0, bytes);
       return {memory, [](uint64_t* places) { std::free(places); }};
     }
     if (bytes >= kHugePage) {

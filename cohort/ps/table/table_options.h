@@ -47,7 +47,7 @@ enum class AtCap {
 struct TableOptions {
   /// Unique in its job: 1 to 100 letters, digits, '.', '_' and '-', not first a '.'; not "dense".
   std::string name;
-  int64_t width = 16;  ///< Weights of a row ("dim"), 1 to 65,536.
+  int64_t width = 16;  ///< Weights of a row ("dim"), 1 to 1,048,576.
   uint64_t seed = 1;
   RuleOptions rule{.rule = Rule::kRowwiseAdagrad};
   Initializer initializer;
