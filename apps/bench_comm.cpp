@@ -141,7 +141,7 @@ void BenchComm::add_to(CLI::App& app) {
   for (const auto& [name, operation] : operations()) names.push_back(name);
   app.add_option("--op", operation_, "Collective to measure, on float32")
       ->capture_default_str()
-      ->check(CLI::IsMember(names));
+      ->check(cli::one_of(names));
   app.add_option("--backends", backends_,
                  "Backends to measure in turns (default: that of --dist-backend)")
       ->type_name("NAME");

@@ -262,7 +262,7 @@ void read_tee(const std::string& word, RunOptions& options) {
     options.tee = Tee::kNone;
   } else {
     options.tee = Tee::kChosen;
-    options.tee_streams = cohort::launch::parse_stream_choice("--tee", word);
+    options.tee_streams = cohort::launch::parse_stream_choice("--tee", word, "rank0, all, none, ");
   }
 }
 

@@ -78,7 +78,7 @@ void validate_servers(const RunOptions& options) {
           std::to_string(servers.max_restarts));
   if (servers.count == 0) {
     require(options.restart_policy == RestartPolicy::kGroup, "--restart-policy",
-            "group, or --servers beside it: a rank of a process group cannot start again alone",
+            "group, or --servers beside it (a rank of a process group cannot start again alone)",
             "single");
     require(options.on_trainer_loss.empty(), "--on-trainer-loss", "--servers beside it", "none");
     require(options.pservers.empty() || options.nnodes.min == options.nnodes.max, "--nnodes",
@@ -99,8 +99,10 @@ int StreamChoice::of(int local_rank) const {
   return found == of_rank.end() ? every : found->second;
 }
 
-StreamChoice parse_stream_choice(const std::string& flag, const std::string& text) {
-  const std::string expected = "0 to 3 (1 stdout, 2 stderr), or LOCAL_RANK:0-3 with commas between";
+StreamChoice parse_stream_choice(const std::string& flag, const std::string& text,
+                                 const std::string& words) {
+  const std::string expected =
+      words + "0 to 3 (1 stdout, 2 stderr), or LOCAL_RANK:0-3 with commas between";
   const auto streams = [&](std::string_view word) {
     const auto bits = to_int(word);
     require(bits && *bits >= 0 && *bits <= (kStdout | kStderr), flag, expected, text);
@@ -111,8 +113,8 @@ StreamChoice parse_stream_choice(const std::string& flag, const std::string& tex
     choice.every = streams(text);
     return choice;
   }
-  std::istringstream words(text);
-  for (std::string word; std::getline(words, word, ',');) {
+  std::istringstream choices(text);
+  for (std::string word; std::getline(choices, word, ',');) {
     const size_t colon = word.find(':');
     const auto rank = to_int(std::string_view(word).substr(0, colon));
     require(colon != std::string::npos && rank && *rank >= 0, flag, expected, text);

@@ -38,8 +38,9 @@ struct StreamChoice {
 };
 
 /// Reads torchrun's "3" (every local rank) or "0:1,1:2" (these local ranks, no other).
-/// Errors: ConfigError that names `flag`.
-StreamChoice parse_stream_choice(const std::string& flag, const std::string& text);
+/// Errors: ConfigError that names `flag`, and `words`, "all, " for one, which the caller reads itself.
+StreamChoice parse_stream_choice(const std::string& flag, const std::string& text,
+                                 const std::string& words = {});
 
 /// How many nodes a job has: as many as `max`, at least `min`.
 struct NodeCount {
