@@ -56,7 +56,7 @@ struct Flags {
   bool keys_only = false;
   std::string only;
 
-  // A side is a table's name, "_" and a call. --only gives the one or the other.
+  // A side is a table's name, "_" and a call. --only gives a side, or a table for both its sides.
   bool measures(const std::string& side) const {
     return only.empty() || only == side || only == side.substr(0, side.rfind('_'));
   }
