@@ -38,7 +38,8 @@ struct StreamChoice {
 };
 
 /// Reads torchrun's "3" (every local rank) or "0:1,1:2" (these local ranks, no other).
-/// Errors: ConfigError that names `flag`, and `words`, "all, " for one, which the caller reads itself.
+/// `words`: other values that the caller accepts, for the message: "rank0, all, ".
+/// Errors: ConfigError that names `flag` and what it takes.
 StreamChoice parse_stream_choice(const std::string& flag, const std::string& text,
                                  const std::string& words = {});
 

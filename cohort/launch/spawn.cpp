@@ -14,7 +14,7 @@
 #include "cohort/launch/launcher.h"
 
 namespace at {
-// libtorch's: of this thread and of those that a rank starts. There only if the program has libtorch.
+// libtorch's function, for this thread and those that it starts; null in a program without libtorch.
 [[gnu::weak]] void set_num_threads(int threads);
 }  // namespace at
 

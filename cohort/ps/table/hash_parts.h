@@ -119,8 +119,8 @@ class HashParts {
 
   /// Calls `visit(hash, value)` for each; of the hash the low 72 - kValueBits bits are right.
   ///
-  /// Lines that follow each other lie apart: values in the order of their lines would all crowd into
-  /// the first lines of parts that grow as they are filled with them.
+  /// Lines are not visited in their order, but far apart: values in that order would crowd into the
+  /// first lines of another part that grows while it is filled with them.
   template <class Visit>
   void for_each(const Visit& visit) const {
     for (uint64_t number = 0; number < kParts; ++number) {
