@@ -147,11 +147,15 @@ TEST(RunFaultTest, GrandchildrenEndWithTheJob) {
   }
 }
 
+// The worker waits for the file that the other group writes, not for timeout: a signal that comes
+// before timeout knows its child ends timeout alone.
 TEST(RunFaultTest, SignalsReachAllProcessGroupsOfAWorker) {
   Launched run(ready_workers(
-      1, kExplained + "trap : TERM; timeout 1000 sh -c 'trap \"echo noted; exit\" TERM; echo ready;"
-                      "                                 while :; do sleep 0.02; done' & "
-                      "while kill -0 $! 2> /dev/null; do wait; done; explained 4"));
+      1, kExplained +
+             "trap : TERM; noted=$COHORT_LOG_DIR/noted; export noted;"
+             "timeout 1000 sh -c 'trap \"echo noted; echo > $noted; exit\" TERM; echo ready;"
+             "                    while :; do sleep 0.02; done' & "
+             "until [ -e $noted ]; do sleep 0.02; done; explained 4"));
   run.read_lines(1);
   run.send(SIGTERM);
   const Ended ended = run.wait();
