@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 #include <memory>
 #include <regex>
+#include <sched.h>
 #include <signal.h>
 #include <stdexcept>
 #include <sys/socket.h>
@@ -89,6 +90,24 @@ TEST(ProcessGroupTest, GroupsThatAreGoneLeaveNoThreadsAndFiles) {
                     << num_held() << " beside " << before;
               },
               {.backend = "gloo"});
+}
+
+// Otherwise Gloo's thread, woken by a message, would preempt the thread that sends it.
+TEST(ProcessGroupTest, GloosThreadsTakeNoCoreFromOthers) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    const auto batch_threads = [] {
+      int count = 0;
+      for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task"))
+        count += ::sched_getscheduler(std::stoi(thread.path().filename())) == SCHED_BATCH;
+      return count;
+    };
+    const int before = batch_threads();
+    const ProcessGroup gloo = group.subgroup({0, 1}, "gloo", {.backend = "gloo"});
+    // A joined thread is listed for a moment more: of a device that was made twice.
+    EXPECT_TRUE(test::eventually([&] { return batch_threads() == before + 1; }));
+    EXPECT_EQ(::sched_getscheduler(0), SCHED_OTHER) << "the program's own thread";
+    group.barrier("end");
+  });
 }
 
 // A program that forks and returns, with groups on the way.

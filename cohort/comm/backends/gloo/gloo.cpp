@@ -11,6 +11,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <sched.h>
 #include <set>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
@@ -71,7 +72,31 @@ class GlooBackend : public Gloo, public NumberedBackend {
   bool one_host_ = false;
 };
 
+// While one exists, threads that the calling thread starts are SCHED_BATCH: waking up, they do not
+// preempt a running thread. Gloo's device thread wakes for each message, and spins while a sender
+// holds the lock of the connection. If it preempted that sender, both would wait for the end of a
+// time slice.
+class BatchThreads {
+ public:
+  BatchThreads() : changed_(::sched_getscheduler(0) == SCHED_OTHER && set(SCHED_BATCH)) {}
+  ~BatchThreads() {
+    if (changed_) set(SCHED_OTHER);
+  }
+  BatchThreads(const BatchThreads&) = delete;
+  BatchThreads& operator=(const BatchThreads&) = delete;
+
+ private:
+  // Of the calling thread. Where it is forbidden, this only makes messages slower.
+  static bool set(int policy) {
+    const sched_param none{};
+    return ::sched_setscheduler(0, policy, &none) == 0;
+  }
+
+  const bool changed_;
+};
+
 Device make_device(const BackendRequest& request) {
+  const BatchThreads batch;
   return request.interface.empty() ? Gloo::createDeviceForHostname(request.address)
                                    : Gloo::createDeviceForInterface(request.interface);
 }
