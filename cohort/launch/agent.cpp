@@ -245,7 +245,7 @@ std::string Agent::report(const Outcome& root_cause) {
       !root_cause.is_server && options_.shown_streams(root_cause.rank, local_rank) & kStderr;
   const std::string log = root_cause.is_server ? server_log_file(log_dir_, root_cause.rank)
                                                : log_file(log_dir_, root_cause.rank, "stderr");
-  const std::string tail = shown ? "" : indented_tail(log, kTailLines);
+  const std::string tail = shown ? "" : indented_tail(log, kTailLines, root_cause.log_begin);
   if (!tail.empty()) {
     text += name + "last lines of its " + (root_cause.is_server ? "log" : "stderr") + ":\n" + tail;
   }

@@ -125,11 +125,11 @@ std::string indented_stack(const Outcome& outcome, const std::string& log_dir) {
   return text;
 }
 
-std::string indented_tail(const std::string& path, int num_lines) {
+std::string indented_tail(const std::string& path, int num_lines, int64_t begin) {
   std::ifstream file(path, std::ios::binary | std::ios::ate);
   if (!file) return "";
   const std::streamoff size = file.tellg();
-  file.seekg(std::max<std::streamoff>(0, size - kTailBytes));
+  file.seekg(std::max<std::streamoff>(begin, size - kTailBytes));
   std::deque<std::string> lines;
   for (std::string line; std::getline(file, line);) {
     while (!line.empty() && line.back() == '\r') line.pop_back();

@@ -2,6 +2,7 @@
 // Derives the job's exit code and report from the exits of its processes. Pure: starts and kills
 // nothing.
 #pragma once
+#include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
@@ -20,6 +21,7 @@ struct Outcome {
   bool stopped = false;  ///< It was sent SIGTERM or SIGKILL because another failed or time ran out.
   std::string note;      ///< Not empty: why the launcher itself declared that this rank failed.
   bool is_server = false;
+  int64_t log_begin = 0;  ///< Size of its log when it started; the report shows only what follows.
   /// Its error file names its exit code, as run_program writes it.
   bool explained = false;
 
@@ -63,8 +65,9 @@ std::string indented_stack(const Outcome& outcome, const std::string& log_dir);
 /// Returns "2 (Interrupt)".
 std::string signal_name(int signal);
 
-/// Returns the last `num_lines` lines of the file, each indented and ended; empty if there are
-/// none. Of a line that was rewritten with carriage returns only the last state counts.
-std::string indented_tail(const std::string& path, int num_lines);
+/// Returns the last `num_lines` lines of the file without its first `begin` bytes, each indented and
+/// ended; empty if there are none. Of a line that was rewritten with carriage returns only the last
+/// state counts.
+std::string indented_tail(const std::string& path, int num_lines, int64_t begin = 0);
 
 }  // namespace cohort::launch

@@ -113,6 +113,7 @@ void ServerGroup::start(Server& server, bool again) {
   Stream::Options log;
   log.log_path = server_log_file(log_dir_, server.id);
   log.append = again;
+  log.log_begin = server.log_end;
   server.log = std::make_unique<Stream>(std::move(channel.launcher), logs_, std::move(log));
   server.pid = start_process({.program = program_,
                               .command = arguments(server),
@@ -162,6 +163,7 @@ std::optional<std::string> ServerGroup::notice_exit(Server& server) {
   outcome.is_server = true;
   outcome.pid = server.pid;
   outcome.status = *status;
+  outcome.log_begin = server.log->log_begin();
   outcome.explained = explains(server_error_file(log_dir_, server.id), status->exit_code);
   if (killed_at_ || failure_) return std::nullopt;
   if (stopping_) {
@@ -244,6 +246,7 @@ bool ServerGroup::clear(Server& server) {
   for (int reads = 0; reads < kLastLogReads && server.log->pump(); ++reads) {
   }
   server.log->finish();
+  server.log_end = server.log->log_end();
   server.log.reset();
   return ended;
 }

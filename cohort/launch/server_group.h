@@ -73,6 +73,7 @@ class ServerGroup {
     int id = 0;
     std::string endpoint;
     std::unique_ptr<Stream> log;
+    int64_t log_end = 0;  // Of the stream that was cleared.
     pid_t pid = -1;
     bool running = false;
   };

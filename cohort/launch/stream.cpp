@@ -4,6 +4,7 @@
 #include <array>
 #include <cerrno>
 #include <fcntl.h>
+#include <filesystem>
 #include <stdlib.h>
 #include <sys/ioctl.h>
 #include <system_error>
@@ -60,7 +61,14 @@ Stream::Stream(Fd source, LogWriter& logs, Options options)
     : source_(std::move(source)),
       logs_(&logs),
       options_(std::move(options)),
-      log_(logs.open(options_.log_path, options_.append)) {}
+      log_(logs.open(options_.log_path, options_.append)) {
+  if (options_.append) {
+    std::error_code error;
+    const auto size = std::filesystem::file_size(options_.log_path, error);
+    log_begin_ = options_.log_begin.value_or(error ? 0 : static_cast<int64_t>(size));
+  }
+  log_end_ = log_begin_;
+}
 
 bool Stream::pump() {
   if (!source_) return false;
@@ -69,6 +77,7 @@ bool Stream::pump() {
   if (size > 0) {
     const std::string_view bytes(buffer.data(), static_cast<size_t>(size));
     logs_->write(log_, bytes);
+    log_end_ += size;
     if (options_.terminal) show(bytes);
     return true;
   }

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // One stream (stdout or stderr) of one worker, from the worker to its log file and the terminal.
 #pragma once
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -30,8 +32,11 @@ void copy_window_size(int from, int to);
 class Stream {
  public:
   struct Options {
-    std::string log_path;          ///< Created, or emptied.
-    bool append = false;           ///< Not emptied: what an earlier round wrote stays.
+    std::string log_path;  ///< Created, or emptied.
+    bool append = false;   ///< Not emptied: what an earlier start wrote stays.
+    /// With append, where this start's part begins; none: at the end of the file as it is, which
+    /// lacks what is queued yet.
+    std::optional<int64_t> log_begin;
     Terminal* terminal = nullptr;  ///< Outlives the stream; null: log file only.
     std::string prefix;  ///< Not empty: whole lines go to the terminal, each after this text.
     /// Not empty: only whole lines that begin with this text go to the terminal.
@@ -43,6 +48,9 @@ class Stream {
 
   /// -1 once the stream has ended.
   int fd() const { return source_.get(); }
+  /// Which bytes of the log file are this stream's, once all that is queued is written.
+  int64_t log_begin() const { return log_begin_; }
+  int64_t log_end() const { return log_end_; }
   /// Whether to poll for more: not while the terminal or the logs are congested, so a worker that
   /// writes faster than they take is slowed down instead of filling the launcher's memory.
   bool wants_more() const {
@@ -61,6 +69,8 @@ class Stream {
   LogWriter* logs_;
   Options options_;
   std::shared_ptr<LogWriter::File> log_;
+  int64_t log_begin_ = 0;
+  int64_t log_end_ = 0;
   std::string line_;  // The unfinished line, where whole lines are shown.
 };
 

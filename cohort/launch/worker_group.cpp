@@ -59,6 +59,8 @@ Stream WorkerGroup::make_stream(const Worker& worker, int which, Channel& channe
   options.log_path =
       log_file(context_.log_dir, worker.rank, which == kStdout ? "stdout" : "stderr");
   options.append = node_.round > 1 || worker.restarts > 0;
+  if (!worker.streams.empty())
+    options.log_begin = worker.streams[which == kStdout ? 0 : 1].log_end();
   const std::string name = "[rank " + std::to_string(worker.rank) + "] ";
   if (context_.options.shown_streams(worker.rank, worker.local_rank) & which) {
     options.terminal = &terminal(which);
@@ -74,9 +76,10 @@ Stream WorkerGroup::make_stream(const Worker& worker, int which, Channel& channe
 void WorkerGroup::start(Worker& worker, int store_fd) {
   Channel out = make_channel(worker.rank, worker.local_rank, kStdout);
   Channel err = make_channel(worker.rank, worker.local_rank, kStderr);
-  worker.streams.clear();
-  worker.streams.push_back(make_stream(worker, kStdout, out));
-  worker.streams.push_back(make_stream(worker, kStderr, err));
+  std::vector<Stream> streams;
+  streams.push_back(make_stream(worker, kStdout, out));
+  streams.push_back(make_stream(worker, kStderr, err));
+  worker.streams = std::move(streams);
   for (const auto& left_over :
        {error_file(context_.log_dir, worker.rank), trace_file(context_.log_dir, worker.rank),
         stack_file(context_.log_dir, worker.rank)}) {
@@ -166,6 +169,7 @@ void WorkerGroup::note_end(Worker& worker, ExitStatus status) {
       .passed_signal = passed_signal_,
       .stopped = stopped,
       .note = worker.note,
+      .log_begin = worker.streams.back().log_begin(),
       .explained = explains(error_file(context_.log_dir, worker.rank), status.exit_code)};
   if (recover_from(worker, outcome)) return;
   outcomes_.push_back(outcome);

@@ -83,6 +83,14 @@ TEST(RunFaultTest, TheGraceBeginsWithTheFirstFailure) {
   EXPECT_FALSE(holds(ended.err, "rank 0 was not stopped")) << ended.err;
 }
 
+TEST(RunFaultTest, TheReportHasNoLineOfARoundBefore) {
+  Launched run(cohort_run_sh({"--max-restarts", "1", "--tee", "none"},
+                             "echo round $COHORT_RESTART_COUNT failed >&2; exit 7"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 7);
+  EXPECT_TRUE(holds(ended.err, "last lines of its stderr:\n    round 1 failed\n")) << ended.err;
+}
+
 TEST(RunFaultTest, AWorkerThatIgnoresSigtermIsKilled) {
   Launched run(cohort_run_sh({"--nproc-per-node", "2", "--grace", "0.1"},
                              "trap '' TERM; flag=$COHORT_LOG_DIR/ready;"
@@ -147,8 +155,8 @@ TEST(RunFaultTest, GrandchildrenEndWithTheJob) {
   }
 }
 
-// The worker waits for the file that the other group writes, not for timeout: a signal that comes
-// before timeout knows its child ends timeout alone.
+// The worker waits for the file that the other group writes, not for timeout: if SIGTERM arrives
+// between timeout's fork() and the moment it stores the child's pid, it exits and passes nothing on.
 TEST(RunFaultTest, SignalsReachAllProcessGroupsOfAWorker) {
   Launched run(ready_workers(
       1, kExplained +

@@ -102,6 +102,8 @@ TEST(IndentedTailTest, KeepsTheLastLinesAndTheLastStateOfAProgressBar) {
   EXPECT_EQ(indented_tail(path, 2), "");
   std::ofstream(path) << "one\ntwo\r\n 10 %\r 20 %\nend";
   EXPECT_EQ(indented_tail(path, 3), "    two\n     20 %\n    end\n");
+  EXPECT_EQ(indented_tail(path, 3, 4), "    two\n     20 %\n    end\n");
+  EXPECT_EQ(indented_tail(path, 4, 9), "     20 %\n    end\n") << "begins after the line two";
 }
 
 }  // namespace report_test

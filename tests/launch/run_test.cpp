@@ -266,6 +266,9 @@ TEST(RunTest, TooFewCoresToBindAreAnError) {
 }
 
 TEST(RunTest, ANumberThatIsTooLargeIsNoWordButTooLarge) {
+  Launched seconds(cohort_run_sh({"--grace", "1000001"}, "true"));
+  EXPECT_EQ(seconds.wait().err,
+            "cohort run: error: --grace: expected seconds from 0 to 1000000, got 1000001\n");
   Launched run(cohort_run_sh({"--max-restarts", "99999999999"}, "true"));
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 2);
