@@ -3,6 +3,8 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <array>
+#include <charconv>
 #include <chrono>
 #include <filesystem>
 #include <optional>
@@ -52,8 +54,10 @@ struct Words {
 
 milliseconds to_milliseconds(const std::string& flag, double seconds) {
   if (!(seconds >= 0 && seconds <= 1e6)) {
+    std::array<char, 32> given{};
+    const auto [end, error] = std::to_chars(given.begin(), given.end(), seconds);
     throw ConfigError(flag + ": expected seconds from 0 to 1000000, got " +
-                      std::to_string(seconds));
+                      std::string(given.begin(), end));
   }
   return cohort::cli::to_milliseconds(seconds);
 }
