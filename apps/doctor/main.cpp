@@ -70,14 +70,17 @@ Json describe(const Machine& machine) {
           {"gpus", gpus}};
 }
 
-Json versions() {
+Json versions(bool has_cuda_device) {
   Json backends = {
       "gloo", "shm",
       "hierarchical"};  // Inside libtorch, which does not say which Gloo it is; and ours.
-  try {
-    cohort::comm::find_backend("mpi");
-    backends.push_back("mpi");
-  } catch (const ConfigError&) {  // There is none.
+  for (const std::string built_apart : {"mpi", "nccl"}) {
+    if (built_apart == "nccl" && !has_cuda_device) continue;
+    try {
+      cohort::comm::find_backend(built_apart);
+      backends.push_back(built_apart);
+    } catch (const ConfigError&) {  // It is not installed, or cannot be loaded here.
+    }
   }
   std::string products = at::get_mkldnn_version();
   std::replace(products.begin(), products.end(), '\n', ' ');
@@ -270,7 +273,10 @@ std::optional<Json> measure_between_processes() {
 int report(const DoctorFlags& flags, const std::optional<ModelSize>& model,
            const std::optional<Json>& all_reduce_rate) {
   const Machine machine = cohort::this_machine();
-  Json facts = {{"machine", describe(machine)}, {"versions", versions()}, {"cuda", cuda()}};
+  const Json accelerator = cuda();
+  Json facts = {{"machine", describe(machine)},
+                {"versions", versions(accelerator["devices"] > 0)},
+                {"cuda", accelerator}};
   if (model) facts["advice"] = advice(flags, *model, machine);
   if (all_reduce_rate) {
     const double threads = std::min<double>(machine.cores, std::floor(machine.core_limit));

@@ -80,9 +80,9 @@ inline TrainedModel load_trained(const std::string& model_dir,
       asked.value_or(stored_int8 ? nmt::Precision::kInt8 : nmt::best_precision(on_cpu));
   const bool int8 = precision == nmt::Precision::kInt8;
   if (stored_int8 && !int8) {
-    throw ConfigError(
-        folder + " holds 8-bit weights, which " + nmt::to_string(precision) +
-        " cannot be computed with: expected int8, or the model that they were made of");
+    throw ConfigError(folder + " holds 8-bit weights, which cannot be turned back into " +
+                      nmt::to_string(precision) +
+                      ": expected int8, or the --model-dir that nmt quantize read");
   }
   nmt::check_precision(precision, on_cpu);
   TrainedModel trained{

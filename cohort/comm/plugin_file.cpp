@@ -47,11 +47,16 @@ std::string fault_of(const std::string& path) {
   return {};
 }
 
-// Why the loader finds no symbol: objects for CUDA leave those of libtorch's CUDA half to
-// init_cuda(), so that they are built, and programs start, where there is none.
+// Whether the symbol that the loader does not find is one of libtorch's CUDA half: objects for CUDA
+// leave those to init_cuda(), so that they are built, and programs start, where there is none.
 bool lacks_cuda_half(const std::string& error) {
-  return error.find("undefined symbol") != std::string::npos &&
-         dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD) == nullptr;
+  const size_t named = error.find("undefined symbol");
+  if (named == std::string::npos) return false;
+  const std::string symbol = error.substr(named);
+  const bool of_cuda = symbol.find("cuda") != std::string::npos ||
+                       symbol.find("CUDA") != std::string::npos ||
+                       symbol.find("NCCL") != std::string::npos;
+  return of_cuda && dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD) == nullptr;
 }
 
 }  // namespace
@@ -106,9 +111,11 @@ void* load_plugin_file(const std::string& what, const std::string& path, int fla
   if (!is_path && error.starts_with(path + ": cannot open shared object file: No such file"))
     return nullptr;
   cannot_load(what, path,
-              error + (lacks_cuda_half(error) ? "; libtorch's CUDA half is not loaded: expected "
-                                                "init_accelerator(\"cuda\") before"
-                                              : ""));
+              lacks_cuda_half(error) ? "it needs libtorch's CUDA half, which only a process with a "
+                                       "CUDA device has (--device cuda, or "
+                                       "init_accelerator(\"cuda\") in a program): " +
+                                           error
+                                     : error);
 }
 
 }  // namespace cohort::comm

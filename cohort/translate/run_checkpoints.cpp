@@ -123,8 +123,9 @@ Start find_start(const TrainingOptions& options) {
   if (fs::exists(folder / "history.jsonl") || fs::exists(folder / "best")) {
     throw ConfigError(
         "--model-dir " + options.model_dir +
-        " holds a run without last/, so it cannot resume: name another folder, or pass "
-        "--overwrite");
+        " has history.jsonl or best/ but no last/, from which a run resumes (a run that ended "
+        "before its first checkpoint, or what nmt quantize or nmt average wrote): name another "
+        "folder, or pass --overwrite");
   }
   for (const char* made : kMadeByARun) {
     const auto kind = fs::symlink_status(folder / made);

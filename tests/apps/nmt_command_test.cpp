@@ -792,9 +792,9 @@ TEST_F(NmtCommandTest, AQuantizedModelTranslatesAsOneQuantizedWhenLoaded) {
                  "q/best holds 8-bit weights");
   expect_refused(
       "export --to ctranslate2 --output-dir " + path("new") + " --model-dir " + path("q"),
-      "q/best holds 8-bit weights, which float32 cannot be computed with: expected int8, or the "
-      "model that they were made of");
-  expect_refused(train_flags("q"), "q holds a run without last/");
+      "q/best holds 8-bit weights, which cannot be turned back into float32: expected int8, or the "
+      "--model-dir that nmt quantize read");
+  expect_refused(train_flags("q"), "q has history.jsonl or best/ but no last/");
   expect_refused(train_flags("new") + "--precision int8",
                  "--precision int8: expected auto, bfloat16 or float32");
 
@@ -938,7 +938,7 @@ TEST_F(NmtCommandTest, AllRanksHearWhyRankZeroCannotGoOn) {
   fs::resize_file(path("t/last/weights-2.safetensors"), 100);
   expect_told(train_flags("t") + "--after-batches 4", "weights-2.safetensors");
   fs::remove_all(path("t/last"));
-  expect_told(train_flags("t"), "holds a run without last/");
+  expect_told(train_flags("t"), "has history.jsonl or best/ but no last/");
 }
 
 // A file in the way of checkpoints/5, and a folder among those to be removed that cannot be: a
@@ -982,7 +982,7 @@ TEST_F(NmtCommandTest, WhatCannotGoOnIsNamed) {
   expect_refused(train + " --after-batches 4", "optimizer-2.safetensors: its SHA-256 is not");
   expect_refused(train + " --after-batches 4", "or another --model-dir, or --overwrite");
   fs::remove_all(path("n/last"));
-  expect_refused(train + " --after-batches 4", "holds a run without last/");
+  expect_refused(train + " --after-batches 4", "has history.jsonl or best/ but no last/");
 }
 
 // A rank that dies as soon as the run has a record, as one without memory does in its first update.
