@@ -17,9 +17,10 @@ LOADER.exec_module(cost_model)
 RATES = ["100mbit", "1gbit"]
 
 
-def model_with(turn):
-    link = lambda bits: {"message_s": 2e-4, "turn_s": turn, "bits_per_s": bits}
-    backend = {"none": link(1e15), "100mbit": link(0.95e8), "1gbit": link(0.94e9), "work_s_a_byte": 1e-9}
+def exact_model():
+    link = lambda bits: {"message_s": 2e-4, "bits_per_s": bits}
+    backend = {"none": {"message_s": 0, "bits_per_s": 1e15}, "100mbit": link(0.95e8), "1gbit": link(0.94e9),
+               "work": {"message_s": 1e-4, "byte_s": 1e-9}}
     return {"gloo": backend, "hierarchical": backend, "shm": {"call_s": 5e-5, "byte_s": 1e-10}}
 
 
@@ -55,27 +56,22 @@ class CostModelTest(unittest.TestCase):
         self.assertAlmostEqual(found["shm"]["call_s"] / model["shm"]["call_s"], 1, delta=1e-6)
         self.assertAlmostEqual(found["shm"]["byte_s"] / model["shm"]["byte_s"], 1, delta=1e-6)
 
-    def test_ranks_with_a_core_each_are_fitted_without_turns(self):
-        model = model_with(turn=0)
-        for cores in (3, 8):
+    def test_what_is_exact_is_found_whether_ranks_share_cores_or_not(self):
+        model = exact_model()
+        for cores in (2, 3, 8):
             found = self.fitted(model, cores)
             self.check_links(found, model, cores)
             for backend in ("gloo", "hierarchical"):
-                for rate in RATES:
-                    self.assertEqual(found[backend][rate]["turn_s"], 0)
-                    self.assertFalse(found[backend][rate]["crowding_fitted"])
-                self.assertAlmostEqual(found[backend]["work_s_a_byte"] / 1e-9, 1, delta=1e-6)
+                for term in ("message_s", "byte_s"):
+                    self.assertAlmostEqual(found[backend]["work"][term] / model[backend]["work"][term], 1, delta=1e-6)
 
-    def test_ranks_that_share_cores_are_fitted_with_their_turns(self):
-        model = model_with(turn=1e-4)
-        found = self.fitted(model, 2)
-        self.check_links(found, model, 2)
-        for backend in ("gloo", "hierarchical"):
-            self.assertAlmostEqual(found[backend]["1gbit"]["turn_s"] / 1e-4, 1, delta=1e-6)
-            self.assertTrue(found[backend]["1gbit"]["crowding_fitted"])
+    def test_small_messages_of_ranks_that_share_cores_take_what_the_cores_need(self):
+        model, size = exact_model(), 1 << 12
+        self.assertAlmostEqual(cost_model.predicted(model, "gloo", 8, 1, "1gbit", size, 2) / (14 * 8 / 2 * 1e-4), 1, delta=.01)
+        self.assertAlmostEqual(cost_model.predicted(model, "gloo", 8, 1, "1gbit", size) / (14 * 2e-4), 1, delta=.05)
 
     def test_ranks_of_all_hosts_share_the_cores(self):
-        model, size = model_with(turn=0), 1 << 20
+        model, size = exact_model(), 1 << 20
         inside = lambda cores: (cost_model.predicted(model, "hierarchical", 4, 2, "100mbit", size, cores) -
                                 cost_model.predicted(dict(model, shm={"call_s": 0, "byte_s": 0}), "hierarchical", 4, 2, "100mbit", size,
                                                      cores))
