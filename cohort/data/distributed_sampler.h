@@ -76,7 +76,8 @@ class DistributedSampler {
   /// Cost: O(N + E) time and memory; weights without replacement: O(N log N).
   std::vector<int64_t> indices() const;
 
-  /// Returns how many examples indices() has; the same in every epoch.
+  /// Returns how many examples indices() has. Except with kUneven, all ranks have equally many, also
+  /// after resume().
   int64_t size() const;
 
  private:

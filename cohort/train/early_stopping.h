@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decides when validation has stopped improving. Local: decide on one rank and broadcast.
+// Decides when validation has stopped improving. Local: all ranks decide alike if they give it the
+// same metric, such as MeanMetric::mean() returns.
 #pragma once
 #include <cstdint>
 #include <optional>

@@ -22,6 +22,7 @@
 #include "cohort/comm/listen.h"
 
 #include "tests/support/eventually.h"
+#include "tests/support/free_port.h"
 #include "tests/support/loopback.h"
 #include "tests/support/message_of.h"
 #include "tests/support/named_in_time.h"
@@ -276,9 +277,7 @@ TEST(ProcessGroupTest, AnUnreachableMasterIsNamedWithinTheTimeout) {
       return kExitOk;
     }));
   }
-  const int fd = listen_on(0);
-  const std::string port = std::to_string(port_of(fd));
-  ::close(fd);  // nobody listens there now
+  const std::string port = std::to_string(test::free_port());  // Nobody listens there.
   const std::string self = std::filesystem::read_symlink("/proc/self/exe");
   const test::Ended ended =
       test::shell("env RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + port + " " + self +
