@@ -7,6 +7,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/optim/adam.h"
+#include "cohort/parallel/mixed_precision.h"
 #include "cohort/parallel/model_state.h"
 
 namespace cohort::parallel {
@@ -38,6 +39,30 @@ bool fit_hosts(const comm::ProcessGroup& group, int ranks_of_model) {
 }
 
 }  // namespace
+
+StrategyOptions resolve(StrategyOptions options) {
+  DistributedDataParallelOptions& ddp = options.ddp;
+  ShardingOptions& sharding = options.sharding;
+  ddp.tensor_parallel = sharding.tensor_parallel = options.tensor_parallel;
+  sharding.shard = options.strategy == Strategy::kZero1   ? Shard::kOptimizer
+                   : options.strategy == Strategy::kZero2 ? Shard::kGradients
+                                                          : Shard::kParameters;
+  if (options.mixed_precision) {
+    ddp.mixed_precision = sharding.mixed_precision = *options.mixed_precision;
+    return options;
+  }
+  const auto is_set = [](const MixedPrecision& types) {
+    return describe(types) != describe(MixedPrecision{});
+  };
+  const bool is_ddp = options.strategy == Strategy::kDdp;
+  const auto& read = is_ddp ? ddp.mixed_precision : sharding.mixed_precision;
+  const auto& other = is_ddp ? sharding.mixed_precision : ddp.mixed_precision;
+  TORCH_CHECK_VALUE(is_set(read) || !is_set(other), "strategy ", to_string(options.strategy),
+                    ": expected the mixed_precision that all strategies read, of StrategyOptions, "
+                    "got only that of its member ",
+                    is_ddp ? "sharding" : "ddp", ", which this one does not");
+  return options;
+}
 
 DeviceMesh init_strategy_mesh(const comm::ProcessGroup& group, Strategy strategy,
                               int tensor_parallel, CallSite site) {

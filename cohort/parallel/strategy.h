@@ -38,7 +38,15 @@ struct StrategyOptions {
   /// What the ranks along the mesh's axis "tp" hold in parts, under every strategy; needed if there
   /// is such an axis. It replaces that of `ddp` and `sharding`.
   std::optional<TensorParallelPlan> tensor_parallel;
+  /// The types to compute and communicate in, under every strategy. It replaces that of `ddp` and
+  /// `sharding`; without it, the strategy reads its own.
+  std::optional<MixedPrecision> mixed_precision{};
 };
+
+/// Returns `options` as the wrapper of its strategy reads them: `ddp` or `sharding` has what all
+/// strategies share.
+/// Errors: c10::ValueError if only the one that the strategy does not read has a mixed_precision.
+StrategyOptions resolve(StrategyOptions options);
 
 /// Makes the mesh of all ranks of `group` that a strategy wants: one axis, "dp"; for kHybrid two,
 /// "dp_replicate" across hosts and "dp_shard" within a host. With `tensor_parallel` above 1 a last
@@ -88,7 +96,7 @@ class ParallelModel : public ModelHandle<Holder> {
                       options, units, site) {}
   ParallelModel(Holder module, const DeviceMesh& mesh, const StrategyOptions& options = {},
                 const std::vector<torch::nn::Module*>& units = {}, CallSite site = CallSite::here())
-      : ParallelModel(Parts(module, mesh, options, units, site)) {}
+      : ParallelModel(Parts(module, mesh, resolve(options), units, site)) {}
 
   /// Runs the module's forward.
   template <class... Arguments>
@@ -127,18 +135,10 @@ class ParallelModel : public ModelHandle<Holder> {
     Parts(Holder& module, const DeviceMesh& mesh, const StrategyOptions& options,
           const std::vector<torch::nn::Module*>& units, CallSite site)
         : writers(checkpoint_writers_of(mesh, options.strategy, site)) {
-      if (options.strategy == Strategy::kDdp) {
-        DistributedDataParallelOptions whole = options.ddp;
-        whole.tensor_parallel = options.tensor_parallel;
-        ddp.emplace(module, mesh, whole, site);
-        return;
-      }
-      ShardingOptions sharding = options.sharding;
-      sharding.tensor_parallel = options.tensor_parallel;
-      sharding.shard = options.strategy == Strategy::kZero1   ? Shard::kOptimizer
-                       : options.strategy == Strategy::kZero2 ? Shard::kGradients
-                                                              : Shard::kParameters;
-      sharded.emplace(module, mesh, sharding, units, site);
+      if (options.strategy == Strategy::kDdp)
+        ddp.emplace(module, mesh, options.ddp, site);
+      else
+        sharded.emplace(module, mesh, options.sharding, units, site);
     }
     Holder& module() const { return ddp ? ddp->module() : sharded->module(); }
     const ModelWrapper& wrapper() const {

@@ -423,6 +423,29 @@ double train_step(Model& model, torch::optim::Optimizer& optimizer, int rank) {
   return loss.template item<double>();
 }
 
+TEST(ParallelModelTest, MixedPrecisionHoldsUnderEveryStrategyOrIsRefused) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    const parallel::MixedPrecision single{.param_dtype = at::kFloat};
+    const auto type_under = [&](const parallel::StrategyOptions& options) {
+      return ParallelModel(PlainNet(), group, options)(batch_of(group.rank())).scalar_type();
+    };
+    for (const Strategy strategy :
+         {Strategy::kDdp, Strategy::kZero1, Strategy::kZero2, Strategy::kZero3}) {
+      const bool is_ddp = strategy == Strategy::kDdp;
+      EXPECT_EQ(type_under({.strategy = strategy, .mixed_precision = single}), at::kFloat);
+      EXPECT_EQ(type_under({.strategy = strategy}), at::kDouble);
+      parallel::StrategyOptions own{.strategy = strategy}, other{.strategy = strategy};
+      (is_ddp ? own.ddp.mixed_precision : own.sharding.mixed_precision) = single;
+      (is_ddp ? other.sharding.mixed_precision : other.ddp.mixed_precision) = single;
+      EXPECT_EQ(type_under(own), at::kFloat);
+      const std::string refused = message_of<c10::ValueError>([&] { type_under(other); });
+      EXPECT_TRUE(refused.starts_with("strategy " + parallel::to_string(strategy) +
+                                      ": expected the mixed_precision that all strategies read"))
+          << refused;
+    }
+  });
+}
+
 int64_t count_modules(torch::nn::Module& module) {
   return std::ssize(module.modules());
 }
