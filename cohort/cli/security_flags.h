@@ -41,13 +41,19 @@ inline void add_client_security_flags(CLI::App& app, ps::SecurityOptions& securi
       ->group(kSecurity);
 }
 
-/// Refuses certificates where no server can check them; `expected` says what was left out.
+/// Refuses certificates and a secret where there is no server to check them; `expected` says what
+/// was left out.
 /// Errors: ConfigError.
 inline void refuse_security(const ps::SecurityOptions& security, const std::string& expected) {
-  if (!security.tls()) return;
-  throw ConfigError(
-      "--tls-authority, --tls-certificate, --tls-key: are for parameter servers, expected " +
-      expected);
+  if (security.tls()) {
+    throw ConfigError(
+        "--tls-authority, --tls-certificate, --tls-key: are for parameter servers, expected " +
+        expected);
+  }
+  if (!security.job_secret.empty()) {
+    throw ConfigError("--job-secret-file: is for parameter servers, expected " + expected +
+                      "; the ranks' own secret is COHORT_JOB_SECRET");
+  }
 }
 
 }  // namespace cohort::cli

@@ -110,10 +110,10 @@ void add_training_flags(CLI::App& app, Options& o) {
       ->capture_default_str();
   app.add_option("--max-merge", o.max_merge, "half-async: pushes summed into one")
       ->check(above_zero())
-      ->capture_default_str();
+      ->default_str("20");
   app.add_option("--geo-steps", o.geo_steps, "geo: local steps between two synchronisations")
       ->check(above_zero())
-      ->capture_default_str();
+      ->default_str("100");
   app.add_option(
          "--precision", o.precision,
          "Type of the hidden layers' products in training; parameters and evaluation stay in "

@@ -2,6 +2,7 @@
 // What `ctr` is asked to do.
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,8 +26,8 @@ struct Options {
   double learning_rate = 1e-3;         ///< Of the network, by Adam.
   double row_learning_rate = 0.005;    ///< Of rows, by row-wise Adagrad.
   int64_t max_staleness = -1;          ///< Async: steps ahead of the slowest trainer; -1: any.
-  int64_t max_merge = 20;              ///< Half-async: pushes summed into one.
-  int64_t geo_steps = 100;             ///< Geo: local steps between synchronisations.
+  std::optional<int64_t> max_merge;    ///< Half-async: pushes summed into one.
+  std::optional<int64_t> geo_steps;    ///< Geo: local steps between synchronisations.
   std::string precision = "float32";   ///< Of the hidden layers' products in training.
   std::string wire_dtype = "float32";  ///< Of weights and gradients between trainers and servers.
   bool error_if_nonfinite = true;      ///< A gradient with a NaN or an infinity ends the training.

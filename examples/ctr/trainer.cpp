@@ -234,8 +234,19 @@ cohort::ps::SessionOptions Trainer::session_options() {
     throw ConfigError("--max-staleness " + std::to_string(options_.max_staleness) +
                       ": expected with --mode async alone");
   }
+  if (options_.max_merge && training_ != Training::kHalfAsync) {
+    throw ConfigError("--max-merge " + std::to_string(*options_.max_merge) +
+                      ": expected with --mode half-async alone");
+  }
+  if (options_.geo_steps && training_ != Training::kGeo) {
+    throw ConfigError("--geo-steps " + std::to_string(*options_.geo_steps) +
+                      ": expected with --mode geo alone");
+  }
   cohort::ps::SessionOptions session;
   if (training_ == Training::kLocal) {
+    if (cohort::ps::role_from_environment())
+      throw ConfigError(
+          "--mode local: expected no parameter servers beside it, leave out --servers");
     cohort::cli::refuse_security(options_.security, "another --mode than local");
     if (options_.table.at_cap == "spill")
       throw ConfigError("--at-cap spill: expected servers, which have a folder for rows on disk");
@@ -271,8 +282,8 @@ cohort::ps::SessionOptions Trainer::session_options() {
   session.max_staleness = options_.max_staleness;
   session.batch_size = options_.batch_size;
   session.error_if_nonfinite = options_.error_if_nonfinite;
-  session.max_merge = options_.max_merge;
-  session.geo_steps = options_.geo_steps;
+  session.max_merge = options_.max_merge.value_or(session.max_merge);
+  session.geo_steps = options_.geo_steps.value_or(session.geo_steps);
   go_back(session);
   return session;
 }

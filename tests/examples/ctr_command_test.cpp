@@ -124,8 +124,11 @@ TEST_F(CtrCommandTest, TrainersLearnThroughServersInEveryMode) {
   // Rows that nobody makes: guessing, which gives 0.5, give or take 0.01.
   EXPECT_NEAR(auc_of(train(files + " --admit-after 256")), 0.5, 0.03);
   for (const std::string mode : {"sync", "async", "half-async", "geo"}) {
+    const std::string own = mode == "half-async" ? " --max-merge 2"
+                            : mode == "geo"      ? " --geo-steps 5"
+                                                 : "";
     // Two trainers take half as many steps.
-    EXPECT_GT(auc_of(through_servers(2, 2, files + " --geo-steps 5 --max-merge 2 --mode " + mode)),
+    EXPECT_GT(auc_of(through_servers(2, 2, files + own + " --mode " + mode)),
               mode == "sync" ? alone - 0.05 : 0.58)
         << mode;
   }
@@ -482,6 +485,15 @@ TEST_F(CtrCommandTest, BadInputIsRefusedByName) {
   expect_refused(bin("ctr") + " train --batch 99999999999", "expected 1 to 1048576");
   expect_refused(train("--mode half-async --max-staleness 2"),
                  "--max-staleness 2: expected with --mode async alone");
+  expect_refused(train("--mode local --max-merge 2"),
+                 "--max-merge 2: expected with --mode half-async alone");
+  expect_refused(through_servers(1, 1, "--geo-steps 2"),
+                 "--geo-steps 2: expected with --mode geo alone");
+  expect_refused(through_servers(1, 1, "--mode local"),
+                 "--mode local: expected no parameter servers beside it, leave out --servers");
+  expect_refused("head -c 32 /dev/zero | base64 > " + folder_ / "secret" + " && " +
+                     train("--job-secret-file " + folder_ / "secret"),
+                 "--job-secret-file: is for parameter servers, expected another --mode than local");
   expect_refused(bin("cohort") + " run --nproc-per-node 2 -- " + train("--mode local"),
                  "--mode local: expected one process, got 2");
   expect_refused(
