@@ -32,6 +32,12 @@ def points_of(model, cores):
             points[f"{rate} {hosts}x1"] = {backend: {
                 str(size): cost_model.predicted(model, backend, hosts, 1, rate, size, cores) for size in cost_model.SIZES[rate]}
                 for backend in ("gloo", "hierarchical")}
+            for backend in ("gloo", "hierarchical"):
+                work = model[backend]["work"]
+                points[f"{rate} {hosts}x1"][f"{backend}-cpu"] = {str(size): sum(
+                    count * seconds for count, seconds in zip(cost_model.work_row(backend, hosts, 1, size, 1),
+                                                              (work["message_s"], work["byte_s"])))
+                    for size in cost_model.SIZES[rate]}
     for ranks in cost_model.FITTED_HOSTS:
         crowd = max(1, ranks / cores)
         points[f"none 1x{ranks}"] = {"shm-registered": {
