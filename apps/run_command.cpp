@@ -4,8 +4,8 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <chrono>
+#include <cstdio>
 #include <filesystem>
 #include <optional>
 #include <string>
@@ -55,9 +55,8 @@ struct Words {
 milliseconds to_milliseconds(const std::string& flag, double seconds) {
   if (!(seconds >= 0 && seconds <= 1e6)) {
     std::array<char, 32> given{};
-    const auto [end, error] = std::to_chars(given.begin(), given.end(), seconds);
-    throw ConfigError(flag + ": expected seconds from 0 to 1000000, got " +
-                      std::string(given.begin(), end));
+    std::snprintf(given.data(), given.size(), "%.15g", seconds);
+    throw ConfigError(flag + ": expected seconds from 0 to 1000000, got " + given.data());
   }
   return cohort::cli::to_milliseconds(seconds);
 }

@@ -129,6 +129,7 @@ std::string indented_tail(const std::string& path, int num_lines, int64_t begin)
   std::ifstream file(path, std::ios::binary | std::ios::ate);
   if (!file) return "";
   const std::streamoff size = file.tellg();
+  if (begin > size) begin = 0;  // The disk did not take all that was written to the log.
   file.seekg(std::max<std::streamoff>(begin, size - kTailBytes));
   std::deque<std::string> lines;
   for (std::string line; std::getline(file, line);) {

@@ -13,6 +13,7 @@
 #include "cohort/cli/parse.h"
 #include "cohort/cli/profile_flags.h"
 #include "cohort/cli/security_flags.h"
+#include "cohort/ps/role.h"
 
 #include "examples/ctr/click_generator.h"
 #include "examples/ctr/interruption.h"
@@ -209,6 +210,10 @@ int run(int argc, char** argv) {
     return *ended;
   if (*made) return generate(flags);
   flags.options.makes_data = train->count("--data") == 0 || train->count("--rows") > 0;
+  if (*train && flags.options.mode == "local" && cohort::ps::role_from_environment()) {
+    throw cohort::ConfigError(
+        "--mode local: expected no parameter servers beside it, leave out --servers");
+  }
   if (*train) return with_trainer(flags, [](ctr::Trainer& trainer) { trainer.train(); });
   flags.options.mode = "local";
   if (*predict) {

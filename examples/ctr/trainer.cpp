@@ -244,9 +244,6 @@ cohort::ps::SessionOptions Trainer::session_options() {
   }
   cohort::ps::SessionOptions session;
   if (training_ == Training::kLocal) {
-    if (cohort::ps::role_from_environment())
-      throw ConfigError(
-          "--mode local: expected no parameter servers beside it, leave out --servers");
     cohort::cli::refuse_security(options_.security, "another --mode than local");
     if (options_.table.at_cap == "spill")
       throw ConfigError("--at-cap spill: expected servers, which have a folder for rows on disk");

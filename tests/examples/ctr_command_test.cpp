@@ -515,6 +515,10 @@ TEST_F(CtrCommandTest, BadInputIsRefusedByName) {
 
 TEST_F(CtrCommandTest, PredictionsGoStraightToWhatIsNoFile) {
   ASSERT_EQ(shell(train("--max-steps 2 --save " + folder_ / "saved")).code, 0);
+  const std::string score =
+      bin("ctr") + " evaluate --load " + folder_ / "saved" + " --data " + folder_ / "data";
+  EXPECT_EQ(shell(bin("cohort") + " run --servers 1 --trainers 1 -- " + score).code, 0)
+      << "no training: servers beside it do no harm";
   const std::string input = folder_ / "data/test.tsv";
   const std::string predict =
       bin("ctr") + " predict --load " + folder_ / "saved" + " --input " + input + " --output ";

@@ -104,6 +104,7 @@ TEST(IndentedTailTest, KeepsTheLastLinesAndTheLastStateOfAProgressBar) {
   EXPECT_EQ(indented_tail(path, 3), "    two\n     20 %\n    end\n");
   EXPECT_EQ(indented_tail(path, 3, 4), "    two\n     20 %\n    end\n");
   EXPECT_EQ(indented_tail(path, 4, 9), "     20 %\n    end\n") << "begins after the line two";
+  EXPECT_EQ(indented_tail(path, 1, 1000), "    end\n") << "a file that is shorter than was written";
 }
 
 }  // namespace report_test

@@ -266,9 +266,12 @@ TEST(RunTest, TooFewCoresToBindAreAnError) {
 }
 
 TEST(RunTest, ANumberThatIsTooLargeIsNoWordButTooLarge) {
-  Launched seconds(cohort_run_sh({"--grace", "1000001"}, "true"));
-  EXPECT_EQ(seconds.wait().err,
-            "cohort run: error: --grace: expected seconds from 0 to 1000000, got 1000001\n");
+  for (const std::string given : {"1000001", "2000000", "-0.5"}) {
+    Launched seconds(cohort_run_sh({"--grace=" + given}, "true"));
+    EXPECT_EQ(
+        seconds.wait().err,
+        "cohort run: error: --grace: expected seconds from 0 to 1000000, got " + given + "\n");
+  }
   Launched run(cohort_run_sh({"--max-restarts", "99999999999"}, "true"));
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 2);

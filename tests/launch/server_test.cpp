@@ -143,6 +143,17 @@ TEST(ServerRunTest, ADeadServerIsStartedAgainWithItsSocketAndFolder) {
   EXPECT_EQ(endpoints[0], endpoints[1]);
 }
 
+TEST(ServerRunTest, TheReportOfATrainerThatStartedAgainHasNoLineOfTheFirstStart) {
+  const Job job("trap 'exit 0' TERM; while :; do sleep 0.01; done\n");
+  Launched run(job.run({"--servers", "1", "--trainers", "1", "--restart-policy", "single",
+                        "--max-restarts", "1", "--tee", "none"},
+                       "echo start $COHORT_RESTART_COUNT failed >&2; exit 7"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 7);
+  EXPECT_NE(ended.err.find("last lines of its stderr:\n    start 1 failed\n"), std::string::npos)
+      << ended.err;
+}
+
 TEST(ServerRunTest, AServerThatStaysDownEndsTheJobByName) {
   const Job job(
       "if [ \"$5\" = 0 ]; then trap 'exit 0' TERM; while :; do sleep 0.01; done; fi\n"

@@ -76,6 +76,12 @@ class CostModelTest(unittest.TestCase):
         self.assertAlmostEqual(cost_model.predicted(model, "gloo", 8, 1, "1gbit", size, 2) / (14 * 8 / 2 * 1e-4), 1, delta=.01)
         self.assertAlmostEqual(cost_model.predicted(model, "gloo", 8, 1, "1gbit", size) / (14 * 2e-4), 1, delta=.05)
 
+    def test_only_the_leaders_of_hosts_have_work(self):
+        for ranks in (1, 8):
+            self.assertEqual(cost_model.work_row("hierarchical", 4, ranks, 1 << 20), [2 * 3, 2 * 3 / 4 * (1 << 20)])
+            self.assertEqual(cost_model.work_row("hierarchical", 4, ranks, 1 << 20, shared_cores=2), [4 * 3, 3 * (1 << 20)])
+            self.assertEqual(cost_model.work_row("gloo", 4, ranks, 1 << 20)[0], 2 * (4 * ranks - 1))
+
     def test_ranks_of_all_hosts_share_the_cores(self):
         model, size = exact_model(), 1 << 20
         inside = lambda cores: (cost_model.predicted(model, "hierarchical", 4, 2, "100mbit", size, cores) -
