@@ -13,6 +13,7 @@
 #include "cohort/cli/parse.h"
 #include "cohort/cli/profile_flags.h"
 #include "cohort/cli/security_flags.h"
+#include "cohort/ps/module/session.h"
 #include "cohort/ps/role.h"
 
 #include "examples/ctr/click_generator.h"
@@ -111,10 +112,10 @@ void add_training_flags(CLI::App& app, Options& o) {
       ->capture_default_str();
   app.add_option("--max-merge", o.max_merge, "half-async: pushes summed into one")
       ->check(above_zero())
-      ->default_str("20");
+      ->default_str(std::to_string(cohort::ps::SessionOptions().max_merge));
   app.add_option("--geo-steps", o.geo_steps, "geo: local steps between two synchronisations")
       ->check(above_zero())
-      ->default_str("100");
+      ->default_str(std::to_string(cohort::ps::SessionOptions().geo_steps));
   app.add_option(
          "--precision", o.precision,
          "Type of the hidden layers' products in training; parameters and evaluation stay in "
