@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <iomanip>
 #include <map>
 #include <net/if.h>
 #include <optional>
@@ -43,7 +44,7 @@ void validate_nodes(const RunOptions& options) {
   require(options.master_port >= 0 && options.master_port <= 65535, "--master-port",
           "0 (a free port) or 1 to 65535", std::to_string(options.master_port));
   require(options.rdzv_timeout.count() > 0, "--rdzv-timeout", "seconds > 0",
-          std::to_string(options.rdzv_timeout.count()) + " ms");
+          seconds_text(options.rdzv_timeout));
   require(options.elastic() || nodes.max > 1 || options.rdzv_secret.empty(), "--rdzv-secret-file",
           "--rdzv-endpoint or several nodes beside it", "none");
   if (options.elastic()) {
@@ -93,6 +94,12 @@ void validate_servers(const RunOptions& options) {
 }
 
 }  // namespace
+
+std::string seconds_text(std::chrono::milliseconds time) {
+  std::ostringstream text;
+  text << std::setprecision(10) << static_cast<double>(time.count()) / 1000 << " s";
+  return text.str();
+}
 
 int StreamChoice::of(int local_rank) const {
   const auto found = of_rank.find(local_rank);
@@ -193,19 +200,18 @@ void validate(const RunOptions& options) {
   validate_servers(options);
   validate_streams(options, "--tee", options.tee_streams);
   validate_streams(options, "--redirects", options.redirects);
-  require(options.grace.count() >= 0, "--grace", "seconds >= 0",
-          std::to_string(options.grace.count()) + " ms");
+  require(options.grace.count() >= 0, "--grace", "seconds >= 0", seconds_text(options.grace));
   require(options.watch_period.count() >= 0, "--watch", "seconds >= 0",
-          std::to_string(options.watch_period.count()) + " ms");
+          seconds_text(options.watch_period));
   require(options.stall_timeout.count() >= 0, "--stall-timeout", "seconds >= 0",
-          std::to_string(options.stall_timeout.count()) + " ms");
+          seconds_text(options.stall_timeout));
   require(options.keep_alive.interval.count() > 0, "--rdzv-conf", "keep_alive_interval > 0",
-          std::to_string(options.keep_alive.interval.count()) + " ms");
+          seconds_text(options.keep_alive.interval));
   require(options.keep_alive.max_attempt >= 1 && options.keep_alive.max_attempt <= 1000,
           "--rdzv-conf", "keep_alive_max_attempt 1 to 1000",
           std::to_string(options.keep_alive.max_attempt));
   require(options.last_call_timeout.count() >= 0, "--rdzv-conf", "last_call_timeout >= 0",
-          std::to_string(options.last_call_timeout.count()) + " ms");
+          seconds_text(options.last_call_timeout));
   require(options.interface.empty() || ::if_nametoindex(options.interface.c_str()) != 0,
           "--interface", "one of " + interfaces(), options.interface);
   require(!options.command.empty(), "PROGRAM", "a program to start after --", "nothing");

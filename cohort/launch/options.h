@@ -51,6 +51,9 @@ struct NodeCount {
   std::string text() const;  ///< "2" or "1:4".
 };
 
+/// "0.005 s": a time in the unit of the flags that set it.
+std::string seconds_text(std::chrono::milliseconds time);
+
 /// Reads "2" or "1:4".
 /// Errors: ConfigError that names --nnodes.
 NodeCount parse_node_count(const std::string& text);

@@ -110,7 +110,8 @@ bool RendezvousServer::handle_hello(PendingConnection& connection, const std::st
 std::string RendezvousServer::rejection_reason(const PendingConnection& connection,
                                                const Hello& hello) const {
   if (hello.version != kProtocolVersion)
-    return "the rendezvous server runs another version of the launcher";
+    return "the rendezvous server runs another version of `cohort run`: install the same one on "
+           "every node";
   if (!equal_secrets(hello.proof,
                      proof_of_node(options_.rdzv_secret, connection.challenge, hello))) {
     return std::string("--rdzv-secret-file: expected ") +
@@ -130,11 +131,8 @@ std::string RendezvousServer::rejection_reason(const PendingConnection& connecti
   compare("--nnodes", options_.nnodes.text(), hello.nnodes);
   compare("--max-restarts", std::to_string(options_.max_restarts),
           std::to_string(hello.max_restarts));
-  const auto milliseconds_of = [](milliseconds time) {
-    return std::to_string(time.count()) + " ms";
-  };
-  compare("--rdzv-conf keep_alive_interval", milliseconds_of(options_.keep_alive.interval),
-          milliseconds_of(hello.keep_alive));
+  compare("--rdzv-conf keep_alive_interval", seconds_text(options_.keep_alive.interval),
+          seconds_text(hello.keep_alive));
   return rejection.empty() ? "" : rejection + ": start every node of the job with the same values";
 }
 

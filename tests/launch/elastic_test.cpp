@@ -455,6 +455,7 @@ TEST_F(ElasticTest, ASuspendedRendezvousServerIsWaitedFor) {
   wait_for_rounds(1);
   first->send(SIGSTOP);
   ::sleep(12);
+  wait_for_step_after(steps());
   first->send(SIGCONT);
   ::sleep(1);
   ASSERT_EQ(std::system(("touch " + folder_.path() + "/stop").c_str()), 0);
@@ -579,7 +580,7 @@ TEST_F(ElasticTest, ANodeWithOtherSettingsOfTheJobIsRefused) {
   refused({"--nnodes", "3", "--max-restarts", "1"}, ": --nnodes: expected 1:3, got 3: ");
   refused({"--nnodes", "1:3"}, ": --max-restarts: expected 1, got 0: ");
   refused({"--nnodes", "1:3", "--max-restarts", "1", "--rdzv-conf", "keep_alive_interval=100"},
-          "--rdzv-conf keep_alive_interval: expected 5000 ms, got 100000 ms: ");
+          "--rdzv-conf keep_alive_interval: expected 5 s, got 100 s: ");
   first->send(SIGTERM);
   const Ended ended = first->wait();
   EXPECT_EQ(ended.exit_code, 143);
