@@ -51,10 +51,11 @@ void print_samples(const text::ParallelText& pairs, const std::vector<std::strin
   }
 }
 
-int run(EvaluateFlags& flags) {
+int run(EvaluateFlags& flags, const CLI::App& command) {
   auto options = flags.evaluation;
   options.search.shortlist = flags.shortlist.read(flags.model);
   const auto group = flags.group.connect();
+  check_same_flags(group, command, {"--output", "--samples", "--json"});
   flags.model.device = group.device().str();
   auto& precision = flags.model.precision;
   if (!precision && holds_int8(flags.model.model_dir)) precision = nmt::Precision::kInt8;
@@ -134,7 +135,8 @@ void add_evaluate_command(CLI::App& app, Action& action) {
   add_options(*command, translate::evaluation_options(flags->evaluation), "Search and score");
   add_options(*command, {flags->shortlist.option()}, "Search and score");
   flags->group.add_to(*command, GroupFlags::Devices::kAny);
-  command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
+  command->callback(
+      [flags, command, &action] { action = [flags, command] { return run(*flags, *command); }; });
 }
 
 }  // namespace cohort::cli

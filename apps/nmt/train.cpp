@@ -70,7 +70,11 @@ void print_result(const translate::TrainingResult& result,
   console.print("loss %.4f, in %s/best\n", result.best->loss, options.model_dir.c_str());
 }
 
-int run(TrainFlags& flags) {
+// Bars, lines and traces take part in no exchange.
+const std::vector<std::string> kOwnFlags{"--quiet", "--log-level", "--profile", "--profile-skip",
+                                         "--profile-steps"};
+
+int run(TrainFlags& flags, const CLI::App& command) {
   auto& options = flags.options;
   if (flags.model.dim_vocabs.empty()) flags.model.dim_vocabs = translate::vocabulary_sizes(options);
   options.model = flags.model.resolve();
@@ -83,6 +87,7 @@ int run(TrainFlags& flags) {
     refuse_security(flags.security, "--strategy ps-sync or ps-async");
   }
   const auto group = flags.group.connect();
+  check_same_flags(group, command, kOwnFlags);
   if (options.servers) {
     options.servers =
         ps::trainer_info_from_environment(group, options.servers->training, flags.security).session;
@@ -110,7 +115,7 @@ void add_train_command(CLI::App& app, Action& action) {
       flags->options.mini_batch = 0;
       mini_batch->default_str("0");  // for --dump-config
     }
-    action = [flags] { return run(*flags); };
+    action = [flags, command] { return run(*flags, *command); };
   });
 }
 

@@ -3,6 +3,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
+#include <algorithm>
 #include <utility>
 
 #include "cohort/base/env.h"
@@ -51,21 +52,37 @@ void add_device_flags(CLI::App& app, GroupFlags& flags) {
       ->type_name("N")
       ->excludes("--device")
       ->group(kSection);
-  app.add_flag("--allow-tf32", flags.allow_tf32,
-               "CUDA: multiply float32 matrices with mantissas of 10 bits")
+  app.add_flag(
+         "--allow-tf32", flags.allow_tf32,
+         "CUDA: multiply float32 matrices with mantissas of 10 bits, as PyTorch's convolutions "
+         "do without a flag")
       ->group(kSection);
 }
 
+// Whether each rank may have a value of its own, or none.
+bool may_differ(const FlagInfo& flag, const std::vector<std::string>& own) {
+  const std::string group = flag.option->get_group();
+  return flag.names.empty() || group == kSection || group == kOtherFlags ||
+         std::ranges::find(own, flag.names.back()) != own.end();
+}
+
+// As it was written; a file or folder may have another name on each host.
+std::string text_of(const FlagInfo& flag) {
+  const bool given = flag.option->count() > 0;
+  if (given && (flag.value == kFile || flag.value == kFolder)) return "a path";
+  std::string value;
+  for (const std::string& each : given ? flag.option->results() : flag.default_values)
+    value += (value.empty() ? "" : " ") + each;
+  return value.empty() ? "no value" : value;
+}
+
 // The command, and each of its flags with its value; one program has the same ones on all ranks.
-std::vector<std::pair<std::string, std::string>> named_values(const CLI::App& command) {
+std::vector<std::pair<std::string, std::string>> named_values(const CLI::App& command,
+                                                              const std::vector<std::string>& own) {
   std::vector<std::pair<std::string, std::string>> values{{"the command", command.get_name()}};
   for (const FlagInfo& flag : flags_of(command)) {
-    if (flag.names.empty() || flag.option->get_group() == kSection) continue;
-    std::string value;
-    for (const std::string& each :
-         flag.option->count() > 0 ? flag.option->results() : flag.default_values)
-      value += (value.empty() ? "" : " ") + each;
-    values.emplace_back(flag.names.back(), value.empty() ? "no value" : value);
+    if (may_differ(flag, own)) continue;
+    values.emplace_back(flag.names.back(), text_of(flag));
   }
   return values;
 }
@@ -89,8 +106,9 @@ void check_cards_differ(const comm::ProcessGroup& group, const std::string& card
   }
 }
 
-void check_same_flags(const comm::ProcessGroup& group, const CLI::App& command) {
-  const auto values = named_values(command);
+void check_same_flags(const comm::ProcessGroup& group, const CLI::App& command,
+                      const std::vector<std::string>& own_flags) {
+  const auto values = named_values(command, own_flags);
   std::string own;  // No argument of a program holds a zero.
   for (const auto& [name, value] : values) own += value + '\0';
   const auto all = group.all_gather_object(own);
@@ -184,6 +202,16 @@ void GroupFlags::choose_device(const comm::RankInfo& info) {
 }
 
 comm::ProcessGroup GroupFlags::stay_alone() {
+  const comm::RankInfoOptions& ranks = rank_info;
+  const GroupFlags defaults;
+  if (ranks.rank || ranks.world_size || ranks.nproc_per_node || ranks.master_addr ||
+      ranks.master_port || ranks.dist_url || timeout_s != defaults.timeout_s ||
+      rendezvous_timeout_s != defaults.rendezvous_timeout_s || !group.interface.empty()) {
+    throw ConfigError(
+        "--rank, --world-size, --nproc-per-node, --dist-url, --addr, --port, --interface, "
+        "--timeout, --rendezvous-timeout: expected none of them, this process has no process group "
+        "(COHORT_PROCESS_GROUP=none, which `cohort run` sets where trainers restart or end alone)");
+  }
   // One of several processes of this host may be alone in its group.
   const comm::RankInfo place{
       .local_rank = static_cast<int>(env_int("LOCAL_RANK").value_or(0)),

@@ -34,6 +34,7 @@ struct GroupFlags {
   comm::ProcessGroup connect();
   /// The same without the other ranks: a group of this process alone, for a program that can do
   /// without them. Local.
+  /// Errors: ConfigError for flags of a group, such as --rank or --timeout.
   comm::ProcessGroup stay_alone();
 
  private:
@@ -46,10 +47,12 @@ struct GroupFlags {
 /// Errors: ConfigError on all ranks that names two on one card.
 void check_cards_differ(const comm::ProcessGroup& group, const std::string& card);
 
-/// Checks that all ranks were started with the same flags of `command`, as they were written, those
-/// of GroupFlags and positional arguments aside.
+/// Checks that all ranks were started with the same flags of `command`, as they were written. Paths
+/// may differ, if all ranks give one; so may the flags of GroupFlags and all of `own_flags`, by their
+/// long names. Positional arguments are not compared.
 /// Collective; blocks.
 /// Errors: ConfigError on all ranks that names a flag and two ranks' values.
-void check_same_flags(const comm::ProcessGroup& group, const CLI::App& command);
+void check_same_flags(const comm::ProcessGroup& group, const CLI::App& command,
+                      const std::vector<std::string>& own_flags = {});
 
 }  // namespace cohort::cli

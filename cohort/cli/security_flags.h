@@ -28,6 +28,7 @@ inline void add_client_security_flags(CLI::App& app, ps::SecurityOptions& securi
       ->group(kSecurity);
   app.add_option("--tls-server-names", security.server_names,
                  "Names that a server's certificate may have")
+      ->needs("--tls-authority")
       ->capture_default_str()
       ->group(kSecurity);
   app.add_option_function<std::string>(

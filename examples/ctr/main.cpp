@@ -160,9 +160,11 @@ int generate(const Flags& flags) {
 
 // Joins the other trainers, does `work`, and leaves. Where a launcher restarts or drops single
 // trainers, there is no process group: they work together through their servers alone.
-int with_trainer(Flags& flags, const std::function<void(ctr::Trainer&)>& work) {
+int with_trainer(Flags& flags, const CLI::App& command,
+                 const std::function<void(ctr::Trainer&)>& work) {
   const bool alone = cohort::env_string("COHORT_PROCESS_GROUP").value_or("") == "none";
   const auto group = alone ? flags.group.stay_alone() : flags.group.connect();
+  cohort::cli::check_same_flags(group, command, {"--profile", "--profile-skip", "--profile-steps"});
   ctr::Trainer trainer(flags.options, group);
   work(trainer);
   trainer.finish();
@@ -215,14 +217,14 @@ int run(int argc, char** argv) {
     throw cohort::ConfigError(
         "--mode local: expected no parameter servers beside it, leave out --servers");
   }
-  if (*train) return with_trainer(flags, [](ctr::Trainer& trainer) { trainer.train(); });
+  if (*train) return with_trainer(flags, *train, [](ctr::Trainer& trainer) { trainer.train(); });
   flags.options.mode = "local";
   if (*predict) {
     if (flags.output == "-") flags.output = "/dev/stdout";
-    return with_trainer(flags,
+    return with_trainer(flags, *predict,
                         [&](ctr::Trainer& trainer) { trainer.predict(flags.input, flags.output); });
   }
-  return with_trainer(flags, [](ctr::Trainer& trainer) { trainer.print_evaluation(); });
+  return with_trainer(flags, *evaluate, [](ctr::Trainer& trainer) { trainer.print_evaluation(); });
 }
 
 }  // namespace

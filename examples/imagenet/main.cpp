@@ -108,7 +108,10 @@ void add_training_flags(CLI::App& app, Options& o) {
 }
 
 // Checks flags that are valid alone, but not together.
-void check_together(const Options& options, bool on_cpu) {
+void check_together(const CLI::App& app, const Options& options, bool on_cpu) {
+  if (app.count("--init-scale") > 0 && options.precision != "float16")
+    throw cohort::ConfigError("--init-scale: expected --precision float16, got " +
+                              options.precision);
   if (options.evaluate && options.resume.empty())
     throw cohort::ConfigError("--evaluate: expected --resume FOLDER, whose weights it evaluates");
   const bool servers = cohort::ps::server_training(options.strategy).has_value();
@@ -165,8 +168,10 @@ void check_ranks_of_node(const cohort::comm::RankInfoOptions& node) {
   }
 }
 
-int run_rank(Options options, cohort::cli::GroupFlags group_flags) {
+int run_rank(Options options, cohort::cli::GroupFlags group_flags, const CLI::App& app) {
   const auto group = group_flags.connect();
+  cohort::cli::check_same_flags(group, app,
+                                {"--workers", "--profile", "--profile-skip", "--profile-steps"});
   // Batches are alike in size: cuDNN may try which of its convolutions are the fastest for it.
   if (group.device().is_cuda()) at::globalContext().setBenchmarkCuDNN(true);
   go_on_where_the_job_was(options);
@@ -180,12 +185,25 @@ int run_rank(Options options, cohort::cli::GroupFlags group_flags) {
   return cohort::kExitOk;
 }
 
+// The ranks of one node meet at a free port of it; those of several at node 0's.
+void check_meeting_place(const cohort::comm::RankInfoOptions& node) {
+  const std::string url = node.dist_url.value_or("env://");
+  if (url.starts_with("file://"))
+    throw cohort::ConfigError("--dist-url " + url +
+                              ": expected tcp://host:port with --multiprocessing-distributed");
+  if (!node.rank && !node.world_size && (url != "env://" || node.master_addr || node.master_port)) {
+    throw cohort::ConfigError(
+        "--dist-url, --addr, --port: expected --rank and --world-size, which count nodes");
+  }
+}
+
 // --multiprocessing-distributed: this process stands for a node, and --rank and --world-size count
 // nodes. It starts the node's ranks, which find their places in their environment.
-int spawn_ranks(const Options& options, cohort::cli::GroupFlags group_flags) {
+int spawn_ranks(const Options& options, cohort::cli::GroupFlags group_flags, const CLI::App& app) {
   const cohort::comm::RankInfoOptions node = std::exchange(group_flags.rank_info, {});
   if (!node.rank || !node.world_size || is_one_of_several()) refuse_launchers();
   check_ranks_of_node(node);
+  check_meeting_place(node);
   cohort::launch::RunOptions ranks;
   if (node.rank || node.world_size) {
     cohort::comm::RankInfoOptions of_node = node;
@@ -196,7 +214,7 @@ int spawn_ranks(const Options& options, cohort::cli::GroupFlags group_flags) {
     ranks.master_addr = info.master_addr;
     ranks.master_port = info.master_port;
   }
-  return cohort::launch::spawn([&](int) { return run_rank(options, group_flags); },
+  return cohort::launch::spawn([&](int) { return run_rank(options, group_flags, app); },
                                *node.nproc_per_node, ranks);
 }
 
@@ -215,10 +233,10 @@ int run(int argc, char** argv) {
       ->group("Ranks");
   if (const auto ended = cohort::cli::parse(app, argc, argv, "imagenet --help lists the flags"))
     return *ended;
-  check_together(options, group_flags.computes_on_cpu());
-  if (spawns && !is_local_rank()) return spawn_ranks(options, group_flags);
+  check_together(app, options, group_flags.computes_on_cpu());
+  if (spawns && !is_local_rank()) return spawn_ranks(options, group_flags, app);
   if (spawns) check_ranks_of_node(group_flags.rank_info);
-  return run_rank(options, group_flags);
+  return run_rank(options, group_flags, app);
 }
 
 }  // namespace

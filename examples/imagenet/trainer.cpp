@@ -100,6 +100,17 @@ void check_same_pictures(const std::string& root, const cohort::image::ImageFold
   }
 }
 
+// Ranks that evaluate other weights would print one score of several models.
+void check_same_weights(const std::string& folder, const cohort::comm::ProcessGroup& group) {
+  // The manifest has the checksums of all files.
+  const auto all = group.all_gather_object(cohort::sha256_of_file(folder + "/manifest.json"));
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    if (all[rank] != all[0])
+      throw ConfigError("--resume: expected the same checkpoint on all ranks, rank " +
+                        std::to_string(rank) + " has another one than rank 0");
+  }
+}
+
 // Weights that are not numbers stay so: nothing that is trained on with them is worth saving.
 void check_finite(double loss, const std::string& what, int64_t epoch) {
   TORCH_CHECK(std::isfinite(loss), "epoch ", epoch, ": the ", what, " loss is ", loss,
@@ -135,7 +146,8 @@ Trainer::Trainer(const Options& options, const cohort::comm::ProcessGroup& group
   }
   check_same_pictures(options.data + "/val", validation_set_, group);
   if (options.evaluate) {
-    if (!options.resume.empty()) load_weights(options.resume, model_);
+    check_same_weights(options.resume, group);
+    load_weights(options.resume, model_);
     return;
   }
   training_set_.emplace(options.data + "/train");

@@ -4,8 +4,8 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
-#include "tests/apps/other_flags.h"
 #include "tests/base/temporary_folder.h"
+#include "tests/support/other_flags.h"
 #include "tests/support/shell.h"
 
 namespace cohort {
@@ -60,7 +60,8 @@ TEST(BenchCommTest, LimitsThatLeaveNoSizeAreRefused) {
 }
 
 TEST(BenchCommTest, RanksWithOtherFlagsAreRefusedByTheFlagsName) {
-  test::expect_other_flags_refused("comm --max-bytes 4096", "--rounds", 1);
+  test::expect_other_flags_refused(bin("cohort-bench") + " comm --max-bytes 4096", "--rounds", "1",
+                                   "2");
 }
 
 TEST(BenchCommTest, ATerminalSeesProgressAndAFileNone) {

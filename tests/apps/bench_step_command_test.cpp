@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
-#include "tests/apps/other_flags.h"
+#include "tests/support/other_flags.h"
 #include "tests/support/shell.h"
 
 namespace cohort {
@@ -87,7 +87,8 @@ TEST(BenchStepTest, TheCommunicationAloneIsThatOfTheStepOverEachBackend) {
 }
 
 TEST(BenchStepTest, RanksWithAnotherVocabularyAreRefusedInOneLine) {
-  test::expect_other_flags_refused("step --preset tiny --depth 1", "--vocabulary", 2000);
+  test::expect_other_flags_refused(bin("cohort-bench") + " step --preset tiny --depth 1",
+                                   "--vocabulary", "2000", "2001");
 }
 
 TEST(BenchStepTest, SizesThatCannotBeAreRefusedByName) {

@@ -8,6 +8,7 @@
 #include "cohort/base/stored_checkpoint.h"
 
 #include "tests/apps/nmt_command.h"
+#include "tests/support/other_flags.h"
 
 namespace nmt_flags_test {
 
@@ -46,6 +47,21 @@ TEST_F(NmtFlagsTest, FlagsThatNeedAnotherAreNotIgnored) {
                    "offload: leave it out, or choose a --device");
   }
   EXPECT_FALSE(fs::exists(path("run")));
+}
+
+// Ranks with other options would average gradients and then update differently, or wait for each other.
+TEST_F(NmtFlagsTest, RanksWithOtherFlagsAreRefused) {
+  cohort::test::expect_other_flags_refused(bin("cohort-nmt") + " " + train_flags("run"),
+                                           "--clip-norm", "1", "2");
+  EXPECT_FALSE(fs::exists(path("run/last")));
+  // What a rank shows of itself, and where its files are, is its own affair.
+  std::string flags = train_flags("run");
+  flags.replace(flags.find(path("train.en")), path("train.en").size(), path("source") + "$RANK");
+  const Ended ended =
+      shell(bin("cohort") + " run --nproc-per-node 2 -- sh -c 'ln -s " + path("train.en") + " " +
+            path("source") + "$RANK; exec " + bin("cohort-nmt") + " " + flags +
+            "--after-batches 2 --log-level $([ $RANK = 0 ] && echo info || echo warn)'");
+  EXPECT_EQ(ended.code, 0) << ended.output;
 }
 
 TEST_F(NmtFlagsTest, AProfileHasTheUpdatesAskedFor) {
@@ -126,6 +142,7 @@ TEST_F(NmtFlagsTest, AnAverageThatIsNewToARunBeginsAtItsWeights) {
   EXPECT_GT(moved, 1e-4);
 
   const Ended same = train("--after-batches 6 --exponential-smoothing 0.01");
+  EXPECT_EQ(same.code, 0) << same.output;
   EXPECT_EQ(same.output.find("is new to this run"), std::string::npos) << same.output;
   const Ended off = train("--after-batches 7");
   EXPECT_EQ(off.code, 0) << off.output;
@@ -138,6 +155,7 @@ TEST_F(NmtFlagsTest, AnAverageThatIsNewToARunBeginsAtItsWeights) {
 
 TEST_F(NmtFlagsTest, BeforeTheFirstValidationTheLogHasNoNumbersThatAreNone) {
   const Ended ended = train("--after-batches 1 --valid-on-start");
+  EXPECT_EQ(ended.code, 0) << ended.output;
   EXPECT_NE(ended.output.find("train_loss=none"), std::string::npos) << ended.output;
   EXPECT_EQ(ended.output.find("nan"), std::string::npos) << ended.output;
 }

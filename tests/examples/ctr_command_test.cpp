@@ -247,6 +247,11 @@ TEST_F(CtrCommandTest, WhatStartsAgainAloneIsRefusedWhereItCannot) {
   expect_refused(
       bin("cohort") + single + "--servers 1 --trainers 2 -- " + train("--mode half-async"),
       "--mode half-async: expected sync or async");
+  // These trainers have no process group.
+  for (const std::string flag : {"--timeout 30", "--port 29500", "--interface lo"}) {
+    expect_refused(bin("cohort") + single + "--servers 1 --trainers 2 -- " + train(flag),
+                   "expected none of them, this process has no process group");
+  }
   expect_refused(bin("cohort") + " run --on-trainer-loss continue -- true", "--on-trainer-loss");
 }
 
@@ -494,6 +499,8 @@ TEST_F(CtrCommandTest, BadInputIsRefusedByName) {
   expect_refused("head -c 32 /dev/zero | base64 > " + folder_ / "secret" + " && " +
                      train("--job-secret-file " + folder_ / "secret"),
                  "--job-secret-file: is for parameter servers, expected another --mode than local");
+  expect_refused(through_servers(1, 1, "--tls-server-names other"),
+                 "--tls-server-names requires --tls-authority");
   expect_refused(bin("cohort") + " run --nproc-per-node 2 -- " + train("--mode local"),
                  "--mode local: expected one process, got 2");
   expect_refused(
@@ -511,6 +518,16 @@ TEST_F(CtrCommandTest, BadInputIsRefusedByName) {
                  "--at-cap spill: expected servers");
   expect_refused(train("--admit-after 2 --admit-probability 0.5"), "--admit-after excludes");
   EXPECT_EQ(shell(bin("ctr") + " evaluate --help | grep -c 'generated'").output, "0\n");
+}
+
+TEST_F(CtrCommandTest, TrainersWithOtherFlagsAreRefused) {
+  const Ended ended = shell(bin("cohort") + " run --servers 1 --trainers 2 -- sh -c 'exec " +
+                            train("--lr 0.00$((PADDLE_TRAINER_ID + 1))") + "'");
+  EXPECT_EQ(ended.code, 2) << ended.output;
+  EXPECT_NE(ended.output.find(
+                "--lr: expected the same on all ranks, got 0.001 on rank 0 and 0.002 on rank 1"),
+            std::string::npos)
+      << ended.output;
 }
 
 TEST_F(CtrCommandTest, PredictionsGoStraightToWhatIsNoFile) {
@@ -549,6 +566,7 @@ TEST_F(CtrCommandTest, GeneratedDataIsReplacedOnRequestAlone) {
   EXPECT_EQ(none.code, 0) << none.output;
   EXPECT_NE(none.output.find("no test examples"), std::string::npos) << none.output;
   const Ended one = shell(generate + " --overwrite --test-rows 1");
+  EXPECT_EQ(one.code, 0) << one.output;
   EXPECT_NE(one.output.find("AUC undefined"), std::string::npos) << one.output;
   EXPECT_EQ((none.output + one.output).find("nan"), std::string::npos);
 }
@@ -628,8 +646,10 @@ TEST_F(CtrCommandTest, ASpillingTableLearnsWhatOneWithoutACapLearns) {
   const std::string plain = job("plain", "");
   const std::string spilled = job("spilled", " --table-memory-mib 1 --at-cap spill");
   EXPECT_EQ(number_after(plain, "\"cold_rows\":"), 0) << plain;
+  EXPECT_GT(number_after(spilled, "\"rows\":"), 0) << spilled;
   EXPECT_GT(number_after(spilled, "\"cold_rows\":"), 4 * number_after(spilled, "\"rows\":"))
       << spilled;
+  EXPECT_FALSE(test_line(plain).empty()) << plain;
   EXPECT_EQ(test_line(spilled), test_line(plain));
   // A reader of the checkpoint leaves its parent folder alone.
   const std::string aside = folder_ / "aside";
@@ -638,6 +658,7 @@ TEST_F(CtrCommandTest, ASpillingTableLearnsWhatOneWithoutACapLearns) {
   for (const std::string name : {"plain", "spilled"}) {
     const Ended evaluated = shell(here + bin("ctr") + " evaluate --data " + folder_ / "data" +
                                   " --load " + folder_ / name);
+    EXPECT_EQ(evaluated.code, 0) << evaluated.output;
     EXPECT_EQ(test_line(evaluated.output), test_line(plain)) << evaluated.output;
     const Ended predicted =
         shell(here + bin("ctr") + " predict --load " + folder_ / name + " --input " +

@@ -12,6 +12,7 @@
 #include "tests/base/temporary_folder.h"
 #include "tests/image/drawn_images.h"
 #include "tests/support/free_port.h"
+#include "tests/support/other_flags.h"
 #include "tests/support/shell.h"
 
 namespace imagenet_command_test {
@@ -97,9 +98,29 @@ TEST_F(ImagenetCommandTest, FlagsThatCannotHoldAreRefused) {
         {"--start-epoch 95 --epochs 90",
          "--start-epoch 95: expected less than --epochs 90, or no epoch is trained"},
         {"--start-epoch 3 --epochs 3", "--start-epoch 3: expected less than --epochs 3"},
+        {"--init-scale 8", "--init-scale: expected --precision float16, got float32"},
         {"--lr 1e30", "--lr 1e30: expected a number from 0 to 100"}}) {
     expect_refused(2, shell(bin("imagenet") + " " + flags("run", more)), text);
   }
+  cohort::test::expect_other_flags_refused(bin("imagenet") + " " + flags("run", ""), "--momentum",
+                                           "0.9", "0.5");
+}
+
+TEST_F(ImagenetCommandTest, RanksThatEvaluateOtherWeightsAreRefused) {
+  expect_trained(1, "0", "--epochs 1");
+  expect_trained(1, "1", "--epochs 2");
+  const std::string evaluate = bin("cohort") + " run --nproc-per-node 2 -- sh -c 'exec " +
+                               bin("imagenet") + " " + flags("run", "--evaluate --resume ");
+  expect_refused(2, shell(evaluate + folder_ / "$RANK/checkpoint" + "'"),
+                 "--resume: expected the same checkpoint on all ranks, rank 1 has another one");
+  EXPECT_EQ(shell(evaluate + folder_ / "1/checkpoint" + "'").code, 0);
+  // A rank that resumes beside one that begins.
+  expect_refused(
+      2,
+      shell(bin("cohort") + " run --nproc-per-node 2 -- sh -c 'exec " + bin("imagenet") + " " +
+            flags("run", "$([ $RANK = 0 ] || echo --resume " + folder_ / "1" + "/checkpoint)'")),
+      "--resume: expected the same on all ranks, got no value on rank 0 and a path on "
+      "rank 1");
 }
 
 TEST_F(ImagenetCommandTest, ResumedRunIsBitEqualToOneNeverStopped) {
@@ -111,7 +132,7 @@ TEST_F(ImagenetCommandTest, ResumedRunIsBitEqualToOneNeverStopped) {
                    "--epochs 3 --resume " + folder_ / name + "-parts/checkpoint");
     const auto whole = manifest(name + "-whole/checkpoint");
     const auto parts = manifest(name + "-parts/checkpoint");
-    EXPECT_EQ(whole["files"], parts["files"]) << name << ": weights and optimizer";
+    EXPECT_EQ(whole.at("files"), parts.at("files")) << name << ": weights and optimizer";
     auto facts = whole["facts"], facts_of_parts = parts["facts"];
     for (auto* both : {&facts, &facts_of_parts}) both->erase("job");
     EXPECT_EQ(facts, facts_of_parts) << name << ": momentum and best result";
@@ -143,7 +164,7 @@ TEST_F(ImagenetCommandTest, RanksThatAreStartedAgainGoOnAtTheirJobsLastEpoch) {
     EXPECT_EQ(rows[epoch]["epoch"], epoch);
     EXPECT_EQ(rows[epoch]["train_loss"], whole[epoch]["train_loss"]);
   }
-  EXPECT_EQ(manifest("run/checkpoint")["files"], manifest("whole/checkpoint")["files"]);
+  EXPECT_EQ(manifest("run/checkpoint").at("files"), manifest("whole/checkpoint").at("files"));
 }
 
 TEST_F(ImagenetCommandTest, GoesOnWithAnotherStrategy) {
@@ -204,6 +225,14 @@ TEST_F(ImagenetCommandTest, SpawnsItsOwnRanks) {
   EXPECT_EQ(history("run").size(), 1U);
   expect_refused(2, on_ranks(1, "run", "--multiprocessing-distributed"),
                  "expected --nproc-per-node");
+  const std::string spawning = "--multiprocessing-distributed --nproc-per-node 2 ";
+  for (const std::string place : {"--port 29500", "--addr 10.0.0.1", "--dist-url tcp://a:29500"}) {
+    expect_refused(2, on_ranks(1, "run", spawning + place),
+                   "expected --rank and --world-size, which count nodes");
+  }
+  expect_refused(
+      2, on_ranks(1, "run", spawning + "--rank 0 --world-size 1 --dist-url file:///tmp/x"),
+      "--dist-url file:///tmp/x: expected tcp://host:port with --multiprocessing-distributed");
 }
 
 TEST_F(ImagenetCommandTest, ATrainingThatDivergedIsNamedAndNotSaved) {
@@ -350,7 +379,7 @@ TEST_F(ImagenetCommandTest, ATrainingIsReplacedOnRequestAlone) {
                  "run holds a training: pass --resume " + folder_ / "run/checkpoint");
   EXPECT_EQ(manifest("run/checkpoint"), before);
   expect_trained(1, "run", "--epochs 1 --overwrite --momentum 0.5");
-  EXPECT_NE(manifest("run/checkpoint")["files"], before["files"]);
+  EXPECT_NE(manifest("run/checkpoint").at("files"), before.at("files"));
   EXPECT_EQ(history("run").size(), 1U);
 }
 
