@@ -281,12 +281,16 @@ void read_words(const Words& words, RunOptions& options) {
                                                      : BindCores::kNone;
   options.grace = to_milliseconds("--grace", words.grace);
   options.rdzv_timeout = to_milliseconds("--rdzv-timeout", words.rdzv_timeout);
+  if (words.has_rdzv_timeout && !options.elastic())
+    throw ConfigError(
+        "--rdzv-timeout: expected --rdzv-endpoint beside it; the limit in which the ranks of a "
+        "program find each other is the program's");
   if (words.rdzv_conf) {
     const milliseconds timeout = options.rdzv_timeout;
     cohort::launch::parse_rdzv_conf(*words.rdzv_conf, options);
     if (words.rdzv_conf->find("join_timeout") != std::string::npos && words.has_rdzv_timeout)
       throw ConfigError("--rdzv-timeout: expected none beside --rdzv-conf join_timeout, got " +
-                        std::to_string(timeout.count()) + " ms");
+                        cohort::launch::seconds_text(timeout));
     if (!options.elastic()) throw ConfigError("--rdzv-conf: expected --rdzv-endpoint beside it");
   }
   if (words.rdzv_secret_file)

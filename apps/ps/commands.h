@@ -4,8 +4,6 @@
 #include <CLI/CLI.hpp>
 #include <functional>
 
-#include "cohort/ps/rpc/security.h"
-
 namespace cohort::cli {
 
 /// What the command line chose.
@@ -17,8 +15,5 @@ void add_server_command(CLI::App& app, PsCommand& command);
 void add_status_command(CLI::App& app, PsCommand& command);
 void add_stop_command(CLI::App& app, PsCommand& command);
 void add_export_command(CLI::App& app, PsCommand& command);
-
-/// The flags of security_flags.h, and --tls-trainer-names.
-void add_security_flags(CLI::App& app, ps::SecurityOptions& security);
 
 }  // namespace cohort::cli

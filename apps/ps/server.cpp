@@ -55,7 +55,14 @@ struct ServerFlags {
 // What Paddle's environment says counts where the flags do not.
 void take_role(const CLI::App& app, ServerFlags& flags) {
   const auto info = ps::role_from_environment();
-  if (!info || info->role != ps::Role::kServer) return;
+  if (!info) return;
+  if (info->role != ps::Role::kServer) {
+    if (app.count("--endpoint") > 0 && app.count("--server-id") > 0 && app.count("--servers") > 0)
+      return;
+    throw ConfigError(
+        "PADDLE_TRAINING_ROLE: expected PSERVER, or --endpoint, --server-id and --servers in this "
+        "trainer's environment");
+  }
   if (app.count("--endpoint") == 0) flags.rpc.endpoint = info->endpoint();
   if (app.count("--server-id") == 0) flags.server.server = info->server_id;
   if (app.count("--servers") == 0) flags.server.servers = static_cast<int>(info->servers.size());
@@ -104,6 +111,9 @@ int serve(const CLI::App& app, ServerFlags flags) {
   options.on_trainer_loss = losses.at(flags.on_trainer_loss);
   options.trainer_timeout = seconds(flags.trainer_timeout_s);
   options.evict_period = seconds(flags.evict_period_s);
+  if (app.count("--snapshot-log") > 0 && options.durability == ps::Durability::kApplied)
+    throw ConfigError(
+        "--snapshot-log: expected --acknowledge logged or synced, for applied keeps no log");
   options.snapshot_log_bytes = mebibytes(flags.snapshot_log_mib);
   options.max_queue_bytes = mebibytes(flags.max_queue_mib);
   if (options.server < 0 || options.server >= options.servers)
@@ -245,15 +255,18 @@ void add_reliability_flags(CLI::App& server, ServerFlags& flags) {
       ->group(reliability);
 }
 
-}  // namespace
-
-void add_security_flags(CLI::App& app, ps::SecurityOptions& security) {
-  add_client_security_flags(app, security);
-  app.add_option("--tls-trainer-names", security.trainer_names,
-                 "Names that a trainer's certificate may have")
+// A server also checks its clients' certificates.
+void add_security_flags(CLI::App& server, ps::SecurityOptions& security) {
+  add_client_security_flags(server, security);
+  server
+      .add_option("--tls-trainer-names", security.trainer_names,
+                  "Names that a trainer's certificate may have")
+      ->needs("--tls-authority")
       ->capture_default_str()
       ->group(kSecurity);
 }
+
+}  // namespace
 
 void add_server_command(CLI::App& app, PsCommand& command) {
   auto flags = std::make_shared<ServerFlags>();

@@ -10,10 +10,12 @@
 #include "cohort/base/program.h"
 #include "cohort/cli/counted.h"
 #include "cohort/cli/parse.h"
+#include "cohort/cli/security_flags.h"
 #include "cohort/ps/client/server_link.h"
 #include "cohort/ps/client/timer_thread.h"
 #include "cohort/ps/role.h"
 #include "cohort/ps/rpc/rpc_channel.h"
+#include "cohort/ps/rpc/security.h"
 
 #include "apps/ps/commands.h"
 
@@ -38,7 +40,7 @@ void add_ask_flags(CLI::App& app, AskFlags& flags) {
       ->type_name(kSeconds)
       ->capture_default_str()
       ->check(above_zero());
-  add_security_flags(app, flags.security);
+  add_client_security_flags(app, flags.security);
 }
 
 std::vector<std::string> endpoints_of(const AskFlags& flags) {

@@ -315,6 +315,18 @@ TEST_F(PsCommandTest, MistakesAreNamed) {
           "without TLS a server listens on this host alone");
   refused("server --server-id 2 --servers 2 --folder " + folder_ / "b",
           "--server-id: expected 0 to 1, got 2");
+  refused("server --acknowledge applied --snapshot-log 8 --folder " + folder_ / "c",
+          "--snapshot-log: expected --acknowledge logged or synced, for applied keeps no log");
+  refused("server --tls-trainer-names a --folder " + folder_ / "c",
+          "--tls-trainer-names requires --tls-authority");
+  const Ended role = shell(
+      "PADDLE_TRAINING_ROLE=TRAINER PADDLE_PSERVERS_IP_PORT_LIST=127.0.0.1:7001 "
+      "PADDLE_TRAINERS_NUM=1 PADDLE_TRAINER_ID=0 timeout 20 " +
+      bin("cohort") + " ps server --folder " + folder_ / "c");
+  EXPECT_EQ(role.code, 2) << role.output;
+  EXPECT_NE(role.output.find("PADDLE_TRAINING_ROLE: expected PSERVER, or --endpoint, --server-id"),
+            std::string::npos)
+      << role.output;
   refused("server --load " + folder_ / "nothing" + " --folder " + folder_ / "c",
           "expected a checkpoint of servers");
   refused("status",

@@ -280,6 +280,14 @@ TEST(RunTest, ANumberThatIsTooLargeIsNoWordButTooLarge) {
       << ended.err;
 }
 
+TEST(RunTest, ATimeLimitOfARendezvousNeedsOne) {
+  Launched run(cohort_run_sh({"--rdzv-timeout", "30"}, "true"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_EQ(ended.err.find("cohort run: error: --rdzv-timeout: expected --rdzv-endpoint"), 0U)
+      << ended.err;
+}
+
 TEST(RunTest, TorchrunsOtherFlagsAreAccepted) {
   Launched run(cohort_run_sh(
       {"--standalone", "--nnodes=1", "--nproc-per-node=2", "--no-python", "--max_restarts=3",

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <barrier>
+#include <functional>
 #include <gtest/gtest.h>
 #include <optional>
 #include <thread>
@@ -210,7 +211,7 @@ std::vector<at::Tensor> run(const Servers& servers, Training training, int train
   for (int trainer = 0; trainer < trainers; ++trainer) {
     threads.emplace_back([&, trainer] {
       SessionOptions options = server_options(servers, training, trainer, trainers);
-      options.geo_steps = 4;
+      if (training == Training::kGeo) options.geo_steps = 4;
       Session session(options);
       Model model(session);
       session.start();
@@ -377,6 +378,36 @@ TEST(SessionTest, ABoundOnStalenessIsAsyncsAlone) {
               }).find("session: max_staleness 2: expected -1, only async has a bound, got "),
               0U);
   }
+}
+
+// What the chosen training does not read would be a wish without an effect.
+TEST(SessionTest, OptionsOfAnotherTrainingAreRefusedByName) {
+  const auto refusal = [](const std::function<void(SessionOptions&)>& set) {
+    SessionOptions options = local_options();
+    set(options);
+    return test::message_of<ConfigError>([&] { const Session session(options); });
+  };
+  for (const Training training : {Training::kLocal, Training::kSync, Training::kAsync,
+                                  Training::kHalfAsync, Training::kGeo}) {
+    const auto refused = [&](const std::string& member, bool reads, const auto& set) {
+      const std::string text = refusal([&](SessionOptions& options) {
+        options.training = training;
+        set(options);
+      });
+      EXPECT_EQ(text.starts_with("session: " + member + ": only "), !reads) << text;
+    };
+    refused("max_merge 3", training == Training::kHalfAsync,
+            [](SessionOptions& options) { options.max_merge = 3; });
+    refused("geo_steps 3", training == Training::kGeo,
+            [](SessionOptions& options) { options.geo_steps = 3; });
+    refused("reduce sum", training == Training::kSync || training == Training::kLocal,
+            [](SessionOptions& options) { options.reduce = Reduce::kSum; });
+  }
+  EXPECT_EQ(refusal([](SessionOptions& options) {
+              options.trainer = 1;
+              options.trainers = 4;
+            }),
+            "session: local training is of one trainer, got trainer 1 of 4");
 }
 
 TEST(SessionTest, ItSaysForWhomItWaits) {

@@ -37,6 +37,23 @@ std::string name_of(Training training) {
   return "?";
 }
 
+// Refuses what only another training reads.
+void check_read(const SessionOptions& options) {
+  const SessionOptions defaults;
+  const auto refuse = [&](const std::string& member, const std::string& only) {
+    throw ConfigError("session: " + member + ": only " + only + " reads it, got " +
+                      name_of(options.training));
+  };
+  const Training training = options.training;
+  if (options.max_merge != defaults.max_merge && training != Training::kHalfAsync)
+    refuse("max_merge " + std::to_string(options.max_merge), "half-async");
+  if (options.geo_steps != defaults.geo_steps && training != Training::kGeo)
+    refuse("geo_steps " + std::to_string(options.geo_steps), "geo");
+  if (options.reduce != defaults.reduce && training != Training::kSync &&
+      training != Training::kLocal)
+    refuse("reduce sum", "sync");
+}
+
 // A job without servers gets the partition of one: one block each, all here.
 SessionOptions checked(SessionOptions options) {
   // The count of pushes is that of steps in async alone.
@@ -49,6 +66,7 @@ SessionOptions checked(SessionOptions options) {
   if (options.geo_steps < 1)
     throw ConfigError("session: geo_steps: expected 1 or more, got " +
                       std::to_string(options.geo_steps));
+  check_read(options);
   if (options.training != Training::kLocal) {
     if (!options.load.empty())
       throw ConfigError("session: with servers, the servers load a checkpoint (" + options.load +
@@ -58,9 +76,10 @@ SessionOptions checked(SessionOptions options) {
   if (!options.servers.empty())
     throw ConfigError("session: local training has no servers, " +
                       std::to_string(options.servers.size()) + " were given");
+  if (options.trainer != 0 || options.trainers != 1)
+    throw ConfigError("session: local training is of one trainer, got trainer " +
+                      std::to_string(options.trainer) + " of " + std::to_string(options.trainers));
   options.servers = {"unix:in-process"};  // Never called: the plan and errors want a name for it.
-  options.trainer = 0;
-  options.trainers = 1;
   return options;
 }
 
