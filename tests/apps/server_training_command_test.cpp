@@ -141,21 +141,13 @@ TEST_F(ServerTrainingCommandTest, AStoppedTrainerDoesNotHoldUpTheOther) {
                   "--disp-freq 1u");
   });
   const bool begun = comes_to("run", 40);
-  if (begun) std::this_thread::sleep_for(std::chrono::seconds(3));  // Its rate is not a burst's.
   const pid_t stopped = begun ? trainer("1") : 0;
-  constexpr double kSeconds = 10;
-  double before = 0, during = 0;
+  bool goes_on = false;
   if (stopped != 0) {
     kill(stopped, SIGSTOP);
-    const auto stop = Clock::now();
-    const auto lines = rows("run", "train");
-    const auto& first = lines.at(20);
-    const auto updates_of = [](const auto& row) { return row.at("update").template get<double>(); };
-    const auto time_of = [](const auto& row) { return row.at("wall_s").template get<double>(); };
-    before =
-        (updates_of(lines.back()) - updates_of(first)) / (time_of(lines.back()) - time_of(first));
-    std::this_thread::sleep_until(stop + std::chrono::duration<double>(kSeconds));
-    during = (static_cast<double>(updates("run")) - updates_of(lines.back())) / kSeconds;
+    // Longer than --stall-timeout, and more updates than can wait for an answer.
+    std::this_thread::sleep_for(std::chrono::seconds(10));
+    goes_on = comes_to("run", updates("run") + 40);
     kill(stopped, SIGCONT);
   }
   running.join();
@@ -163,8 +155,7 @@ TEST_F(ServerTrainingCommandTest, AStoppedTrainerDoesNotHoldUpTheOther) {
   EXPECT_EQ(ended.code, 0) << ended.output;
   EXPECT_NE(ended.output.find("reached the time limit"), std::string::npos) << ended.output;
   EXPECT_EQ(ended.output.find("stalled"), std::string::npos) << ended.output;
-  EXPECT_GT(before, 0);
-  EXPECT_GT(during, before / 3) << "updates a second";
+  EXPECT_TRUE(goes_on) << ended.output;
   EXPECT_EQ(rows("run", "valid").size(), 1U) << "all trainers validate at the end";
 }
 
@@ -197,6 +188,7 @@ std::string weights_of(const std::string& run) {
     if (entry.path().extension() == ".safetensors") files.push_back(entry.path().string());
   std::sort(files.begin(), files.end());
   for (const std::string& file : files) all += contents(file);
+  EXPECT_FALSE(all.empty()) << run;
   return all;
 }
 

@@ -92,6 +92,7 @@ TEST(HierarchicalConnectTest, AllConnectionsTogetherTakeAtMostTheTimeout) {
     }
   });
   EXPECT_ANY_THROW(make_hierarchical_backend(request(store, 0, {"a", "a"}, kTimeout)));
+  EXPECT_GT(steady_clock::now() - begin, kLate) << "the first connection was made";
   EXPECT_LT(steady_clock::now() - begin, kLate + kTimeout - milliseconds(500))
       << "a timeout for each";
   other.join();
@@ -107,7 +108,9 @@ TEST(ShmConnectTest, AllRanksTogetherAreWaitedForAtMostTheTimeout) {
     store->set("process/1", own_host() + " " + std::to_string(getpid()) + " " +
                                 process_stat(getpid(), 22) + " 0");
   });
-  EXPECT_ANY_THROW(make_shm_backend(request(store, 0, {"a", "a", "a"}, kTimeout)));
+  EXPECT_THROW(make_shm_backend(request(store, 0, {"a", "a", "a"}, kTimeout)), c10::DistStoreError);
+  EXPECT_TRUE(store->check({"process/0"})) << "ranks come under such keys";
+  EXPECT_GT(steady_clock::now() - begin, kLate) << "rank 1 came, and was understood";
   EXPECT_LT(steady_clock::now() - begin, kLate + kTimeout - milliseconds(500))
       << "a timeout for each";
   late.join();

@@ -146,7 +146,7 @@ TEST_F(ImagenetServersTest, ResumedRunIsBitEqualToOneNeverStopped) {
   expect_refused(resume, "expected --strategy ps-sync or ps-async");
   // On another number of servers.
   expect_trained("--servers 2 --trainers 2", "parts", resume + flags);
-  EXPECT_EQ(manifest("whole")["files"], manifest("parts")["files"]);
+  EXPECT_EQ(manifest("whole").at("files"), manifest("parts").at("files"));
   EXPECT_TRUE(std::filesystem::exists(folder_ / "parts/servers/epoch-2"));
   EXPECT_FALSE(std::filesystem::exists(folder_ / "parts/servers/epoch-1")) << "no longer needed";
   std::filesystem::remove_all(folder_ / "parts/servers/epoch-2");
@@ -168,7 +168,7 @@ TEST_F(ImagenetServersTest, KilledRanksGoOnWithTheSameBits) {
             " --image-size 32 --batch-size 12 --workers 1 --lr 0.01 --seed 5 -p 1" + flags + "'");
   ASSERT_EQ(ended.code, 0) << ended.output;
   EXPECT_NE(ended.output.find("restart 2 of 2"), std::string::npos) << ended.output;
-  EXPECT_EQ(manifest("calm")["files"], manifest("run")["files"]);
+  EXPECT_EQ(manifest("calm").at("files"), manifest("run").at("files"));
 }
 
 TEST_F(ImagenetServersTest, WhatServersCannotDoIsRefused) {

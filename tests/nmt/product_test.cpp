@@ -97,13 +97,19 @@ TEST(ProductTest, ResultsMayLieInPartOfATensor) {
 // oneDNN's depend on both, where a processor has no tiles.
 TEST(ProductTest, TilesGiveAnElementTheSameBitsWhateverIsBesideItAndHoweverManyThreads) {
   EXPECT_EQ(has_tiles(), supported_loops()[0]->name == std::string("amx"));
+  if (!has_tiles()) {
+    in_every_layout([](const at::Tensor& a, const at::Tensor& b) {
+      at::Tensor all = at::empty({a.size(0), b.size(1)}, at::kFloat);
+      EXPECT_FALSE(multiply_by_tiles(a, b, {}, false, all));
+    });
+    GTEST_SKIP() << "this processor has no tiles";
+  }
   const int threads = at::get_num_threads();
   in_every_layout([](const at::Tensor& a, const at::Tensor& b) {
     at::set_num_threads(1);
     at::Tensor all = at::empty({a.size(0), b.size(1)}, at::kFloat), again = at::zeros_like(all);
     const bool done = multiply_by_tiles(a, b, {}, false, all);
-    ASSERT_EQ(done, has_tiles());
-    if (!done) return;
+    ASSERT_TRUE(done);
     at::set_num_threads(3);
     multiply_by_tiles(a, b, {}, false, again);
     EXPECT_TRUE(at::equal(again, all));

@@ -181,9 +181,9 @@ TEST(NoSyncTest, ZeroGradResetsWhatWaits) {
 
 // Shards get their gradients in the backward outside.
 TEST(NoSyncTest, GradientsOfShardsHaveNoNormYet) {
-  for (const Strategy strategy : {Strategy::kZero1, Strategy::kZero2, Strategy::kZero3}) {
-    SCOPED_TRACE(parallel::to_string(strategy));
-    test::ranks(2, [strategy](const ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    for (const Strategy strategy : {Strategy::kZero1, Strategy::kZero2, Strategy::kZero3}) {
+      SCOPED_TRACE(parallel::to_string(strategy));
       ParallelModel model(UnitNet(), group, {.strategy = strategy});
       PlainNet plain;
       {
@@ -198,8 +198,8 @@ TEST(NoSyncTest, GradientsOfShardsHaveNoNormYet) {
       const double norm = torch::nn::utils::clip_grad_norm_(trained(plain), 0.1);
       EXPECT_NEAR(parallel::clip_grad_norm_(model, 0.1), norm, kBound * norm);
       expect_gradients(model, plain);
-    });
-  }
+    }
+  });
 }
 
 // As in PyTorch; training that averages parameters now and then needs it.

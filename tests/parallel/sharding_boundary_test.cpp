@@ -253,7 +253,7 @@ TEST(ShardingBoundaryTest, AnOptimizerOfTheModulesOwnParametersIsRefusedByName) 
           after.zero_grad();
           right.zero_grad();
           loss_of(sharded(batch_of(group.rank(), step))).backward();
-          const std::vector<std::string> why{"sharding: ", "expected"};
+          const std::vector<std::string> why{"sharding: table is ", "expected"};
           expect_named([&] { before.step(); }, why);
           expect_named([&] { after.step(); }, why);
           expect_named([&] { torch::nn::utils::clip_grad_norm_(model->parameters(), 0.1); },

@@ -189,7 +189,8 @@ TEST(ShardingMisuseTest, AnOptimizerOfTheModulesOwnParametersIsRefusedByName) {
       for (torch::optim::Optimizer* each :
            std::initializer_list<torch::optim::Optimizer*>{&adamw, &sgd})
         expect_text(message_of<c10::Error>([&] { each->step(); }),
-                    {"An optimizer that holds it was made from the module's own parameters, which "
+                    {"sharding: table is ",
+                     "An optimizer that holds it was made from the module's own parameters, which "
                      "FullyShardedDataParallel has taken: make it from the wrapped model's "
                      "parameters(), after wrapping"});
     }

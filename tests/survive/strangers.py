@@ -294,7 +294,8 @@ def disturb(build, folder):
             visits["learned"] = [word for word in PRIVATE + secrets if word.encode() in texts]
             # A client without the secret gets a greeting, a random number and at most a rejection.
             visits["learned"] += ["the store says more"] * (visits["longest_heard"]["store"] > 15 + 32 + 64)
-            visits["programs_refused"] = all(code != 0 for _, code, _ in visits["programs"])
+            visits["programs_refused"] = (len(visits["programs"]) > 0 and
+                                          all(code in (1, 2, 3) for _, code, _ in visits["programs"]))
             return visits
         return end
     return begin
