@@ -7,9 +7,11 @@
 #include <span>
 
 #include "cohort/base/atomic_file.h"
+#include "cohort/base/checksum.h"
 #include "cohort/cli/counted.h"
 #include "cohort/cli/group_flags.h"
 #include "cohort/cli/option_flags.h"
+#include "cohort/train/check_same.h"
 #include "cohort/train/progress.h"
 #include "cohort/translate/precision.h"
 #include "cohort/translate/training_options.h"
@@ -61,6 +63,9 @@ int run(EvaluateFlags& flags, const CLI::App& command) {
   if (!precision && holds_int8(flags.model.model_dir)) precision = nmt::Precision::kInt8;
   precision = translate::agreed_precision(precision, group);
   auto [model, tokenizers] = load_trained(flags.model);
+  // The manifest has the checksums of the weights.
+  train::check_same_on_ranks(group, "--model-dir", "weights",
+                             sha256_of_file(flags.model.model_dir + "/best/manifest.json"));
   const auto pairs = text::read_parallel_text(flags.test_sets);
   const auto corpus = translate::tokenize(pairs, tokenizers.source, tokenizers.target);
   translate::check_lengths("--test-sets", corpus, model->options().max_positions);

@@ -29,6 +29,9 @@ inline constexpr int kManyValues = 1000;
 /// The group of what every command has, such as --help; it is shown last.
 inline constexpr const char* kOtherFlags = "Other";
 
+/// The group of certificates and secrets.
+inline constexpr const char* kSecurity = "Security";
+
 /// The options of `command` that help shows, by group.
 std::vector<FlagInfo> flags_of(const CLI::App& command);
 

@@ -62,27 +62,33 @@ void add_device_flags(CLI::App& app, GroupFlags& flags) {
 // Whether each rank may have a value of its own, or none.
 bool may_differ(const FlagInfo& flag, const std::vector<std::string>& own) {
   const std::string group = flag.option->get_group();
-  return flag.names.empty() || group == kSection || group == kOtherFlags ||
+  return flag.names.empty() || group == kSection || group == kSecurity || group == kOtherFlags ||
          std::ranges::find(own, flag.names.back()) != own.end();
 }
 
-// As it was written; a file or folder may have another name on each host.
+// A flag as it was written.
+struct WrittenFlag {
+  std::string name;
+  std::string text;
+  bool is_path = false;  // Of this host.
+};
+
 std::string text_of(const FlagInfo& flag) {
-  const bool given = flag.option->count() > 0;
-  if (given && (flag.value == kFile || flag.value == kFolder)) return "a path";
   std::string value;
-  for (const std::string& each : given ? flag.option->results() : flag.default_values)
+  for (const std::string& each :
+       flag.option->count() > 0 ? flag.option->results() : flag.default_values)
     value += (value.empty() ? "" : " ") + each;
   return value.empty() ? "no value" : value;
 }
 
 // The command, and each of its flags with its value; one program has the same ones on all ranks.
-std::vector<std::pair<std::string, std::string>> named_values(const CLI::App& command,
-                                                              const std::vector<std::string>& own) {
-  std::vector<std::pair<std::string, std::string>> values{{"the command", command.get_name()}};
+std::vector<WrittenFlag> written_flags(const CLI::App& command,
+                                       const std::vector<std::string>& own) {
+  std::vector<WrittenFlag> values{{"the command", command.get_name()}};
   for (const FlagInfo& flag : flags_of(command)) {
     if (may_differ(flag, own)) continue;
-    values.emplace_back(flag.names.back(), text_of(flag));
+    values.push_back(
+        {flag.names.back(), text_of(flag), flag.value == kFile || flag.value == kFolder});
   }
   return values;
 }
@@ -108,18 +114,28 @@ void check_cards_differ(const comm::ProcessGroup& group, const std::string& card
 
 void check_same_flags(const comm::ProcessGroup& group, const CLI::App& command,
                       const std::vector<std::string>& own_flags) {
-  const auto values = named_values(command, own_flags);
+  const auto flags = written_flags(command, own_flags);
   std::string own;  // No argument of a program holds a zero.
-  for (const auto& [name, value] : values) own += value + '\0';
+  for (const WrittenFlag& flag : flags) own += flag.text + '\0';
   const auto all = group.all_gather_object(own);
-  const std::vector<std::string> first = split(all[0], '\0');
-  for (size_t rank = 1; rank < all.size(); ++rank) {
-    const std::vector<std::string> other = split(all[rank], '\0');
-    for (size_t i = 0; i < values.size() && i < first.size() && i < other.size(); ++i) {
-      if (first[i] == other[i]) continue;
-      throw ConfigError(values[i].first + ": expected the same on all ranks, got " + first[i] +
-                        " on rank 0 and " + other[i] + " on rank " + std::to_string(rank));
+  const auto hosts = group.hosts();
+  std::vector<std::vector<std::string>> texts;
+  for (const std::string& each : all) texts.push_back(split(each, '\0'));
+  const auto expect_same = [&](size_t first, size_t rank) {
+    const auto &a = texts[first], &b = texts[rank];
+    for (size_t i = 0; i < flags.size() && i < a.size() && i < b.size(); ++i) {
+      // Another host may have it elsewhere.
+      const bool both_given = a[i] != "no value" && b[i] != "no value";
+      if (a[i] == b[i] || (flags[i].is_path && both_given && hosts[first] != hosts[rank])) continue;
+      throw ConfigError(flags[i].name + ": expected the same on all ranks" +
+                        (flags[i].is_path && both_given ? " of a host" : "") + ", got " + a[i] +
+                        " on rank " + std::to_string(first) + " and " + b[i] + " on rank " +
+                        std::to_string(rank));
     }
+  };
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    expect_same(0, rank);
+    expect_same(static_cast<size_t>(std::ranges::find(hosts, hosts[rank]) - hosts.begin()), rank);
   }
 }
 

@@ -47,9 +47,9 @@ struct GroupFlags {
 /// Errors: ConfigError on all ranks that names two on one card.
 void check_cards_differ(const comm::ProcessGroup& group, const std::string& card);
 
-/// Checks that all ranks were started with the same flags of `command`, as they were written. Paths
-/// may differ, if all ranks give one; so may the flags of GroupFlags and all of `own_flags`, by their
-/// long names. Positional arguments are not compared.
+/// Checks that all ranks were started with the same flags of `command`, as they were written. Ranks
+/// of several hosts may give different paths, if all of them give one. The flags of GroupFlags,
+/// those of security and `own_flags`, by their long names, may differ. Positional arguments are not compared.
 /// Collective; blocks.
 /// Errors: ConfigError on all ranks that names a flag and two ranks' values.
 void check_same_flags(const comm::ProcessGroup& group, const CLI::App& command,

@@ -6,12 +6,11 @@
 
 #include "cohort/base/error.h"
 #include "cohort/base/secret.h"
+#include "cohort/cli/flag_list.h"
 #include "cohort/cli/parse.h"
 #include "cohort/ps/rpc/security.h"
 
 namespace cohort::cli {
-
-inline constexpr const char* kSecurity = "Security";
 
 /// --tls-authority, --tls-certificate, --tls-key and --tls-server-names: mutual TLS with parameter
 /// servers, of which the first three are needed together. --job-secret-file: read at once.

@@ -55,7 +55,7 @@ std::string describe_learning_rate(double base, int64_t base_batch, int64_t batc
   const double rate = scaled_learning_rate(base, base_batch, batch, rule);
   switch (rule) {
     case LearningRateRule::kNone:
-      out << base << " (none)";
+      out << base;
       break;
     case LearningRateRule::kLinear:
       out << base << " x " << batch << " / " << base_batch << " = " << rate << " (linear)";

@@ -7,7 +7,7 @@
 namespace cohort::train {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
 // Returns the length of the whole lines up to where the run resumes.
 off_t kept_length(const std::string& path, int64_t last_update,
@@ -16,7 +16,7 @@ off_t kept_length(const std::string& path, int64_t last_update,
   off_t length = 0;
   for (std::string line; std::getline(file, line) && !file.eof();
        length += static_cast<off_t>(line.size()) + 1) {
-    const auto json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const auto json = OrderedJson::parse(line, nullptr, /*allow_exceptions=*/false);
     if (!json.is_object() || !json.contains(counter) || !json[counter].is_number_integer())
       continue;
     const auto update = json[counter].get<int64_t>();
@@ -36,13 +36,13 @@ History::History(const std::string& path, int64_t last_update,
 }
 
 void History::append(const std::vector<Field>& fields) {
-  Json json = Json::object();
+  OrderedJson json = OrderedJson::object();
   for (const auto& [key, value] : fields) {
     std::visit([&, name = std::string(key)](const auto& content) { json[name] = content; },
                value.get());
   }
   // The JSON library writes null for NaN and infinities by itself.
-  file_.append(json.dump(-1, ' ', false, Json::error_handler_t::replace) + '\n');
+  file_.append(json.dump(-1, ' ', false, OrderedJson::error_handler_t::replace) + '\n');
 }
 
 }  // namespace cohort::train

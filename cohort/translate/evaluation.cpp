@@ -6,9 +6,12 @@
 #include <chrono>
 #include <functional>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <torch/types.h>
 
+#include "cohort/base/checksum.h"
 #include "cohort/base/error.h"
+#include "cohort/train/check_same.h"
 #include "cohort/translate/parallel_for.h"
 
 namespace cohort::translate {
@@ -21,6 +24,20 @@ void sum_over_ranks(Counts& counts, const comm::ProcessGroup& group) {
       at::tensor(at::ArrayRef<int64_t>(counts.data(), counts.size()), at::kLong).to(group.device());
   group.all_reduce(sums);
   std::copy_n(sums.cpu().const_data_ptr<int64_t>(), counts.size(), counts.begin());
+}
+
+// Each rank looks for its part of the sentences among its own.
+void check_same_text(const Corpus& corpus, const std::vector<std::string>& references,
+                     const comm::ProcessGroup& group) {
+  Sha256 text;
+  text.update(std::as_bytes(corpus.lengths()));
+  for (int64_t pair = 0; pair < corpus.size(); ++pair) {
+    for (const auto& ids : {corpus.source(pair), corpus.target(pair)})
+      text.update(std::as_bytes(std::span(ids)));
+    text.update(references[static_cast<size_t>(pair)]);
+    text.update(std::string_view("\n"));
+  }
+  train::check_same_on_ranks(group, "evaluation", "text", text.hex());
 }
 
 // Rank 0 collects {sentence number: translation} of all ranks into corpus order.
@@ -49,6 +66,7 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
                     const comm::ProcessGroup& group, const EvaluationOptions& options) {
   TORCH_CHECK_VALUE(std::ssize(references) == corpus.size(), "evaluate: ", references.size(),
                     " references for ", corpus.size(), " sentences");
+  check_same_text(corpus, references, group);
   const at::NoGradGuard no_grad;
   const nmt::InEvaluation evaluating(*model);
   const auto plan = data::plan_eval_batches(corpus.lengths(), options.mini_batch_words,

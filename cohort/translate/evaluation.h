@@ -44,7 +44,7 @@ struct Evaluation {
 ///
 /// Collective; blocks. Every rank gets the same loss and scores. The model may be on any device; its
 /// losses are read back once.
-/// Errors: PeerError.
+/// Errors: ConfigError on all ranks if they have different texts; PeerError.
 Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
                     const std::vector<std::string>& references, const text::Tokenizer& target,
                     const comm::ProcessGroup& group, const EvaluationOptions& options);

@@ -18,6 +18,7 @@
 #include "cohort/base/fd.h"
 #include "cohort/base/system_error.h"
 #include "cohort/text/parallel_text.h"
+#include "cohort/train/check_same.h"
 #include "cohort/translate/parallel_for.h"
 #include "cohort/translate/run_on_ranks.h"
 #include "cohort/translate/summed_file.h"
@@ -361,12 +362,7 @@ TrainingText cached_text(const fs::path& file, const TokenCacheInputs& inputs,
   run_on_ranks(group, "the token cache", !is_mine, kBuildLimit, [&] {
     opened.text = text_of(std::make_shared<const SafetensorsFile>(file.string()), "used");
   });
-  const auto sums = group.all_gather_object(opened.text->sha256);
-  for (size_t rank = 0; rank < sums.size(); ++rank) {
-    if (sums[rank] != sums[0])
-      throw ConfigError("--train-sets: rank " + std::to_string(rank) +
-                        " has another text than rank 0: expected the same on every host");
-  }
+  train::check_same_on_ranks(group, "--train-sets", "text", opened.text->sha256);
   opened.text->file = file;
   return std::move(*opened.text);
 }

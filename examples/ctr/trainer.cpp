@@ -72,6 +72,19 @@ std::string joined(const std::vector<std::string>& files) {
   return text;
 }
 
+// Each trainer reads its share of the lines, by their numbers. Contents would take as long to compare as an epoch.
+void check_same_sizes(const std::string& flag, const std::vector<std::string>& files,
+                      const cohort::comm::ProcessGroup& group) {
+  std::string sizes;
+  for (const std::string& file : files) sizes += std::to_string(fs::file_size(file)) + " ";
+  const auto all = group.all_gather_object(sizes);
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    if (all[rank] != all[0])
+      throw ConfigError(flag + ": expected the same files on all trainers, trainers 0 and " +
+                        std::to_string(rank) + " have files of different sizes");
+  }
+}
+
 // Refuses files that cannot be read, are empty or do not begin with an example at the start, not
 // after an hour's epoch.
 void check_files(const std::string& flag, const std::vector<std::string>& files,
@@ -504,6 +517,8 @@ void Trainer::check_input() const {
   if (train_files_.empty()) throw ConfigError("--train: expected files to train on, got none");
   check_files("--train", train_files_, options_.skip_damaged);
   check_files("--test", test_files_, options_.skip_damaged);
+  check_same_sizes("--train", train_files_, group_);
+  check_same_sizes("--test", test_files_, group_);
 }
 
 // `sums` are over the trainers of the group. All trainers refuse, or none: one without a group,

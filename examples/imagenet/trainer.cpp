@@ -18,6 +18,7 @@
 #include "cohort/parallel/sync_batch_norm.h"
 #include "cohort/ps/module/host_ranks.h"
 #include "cohort/train/batch_rules.h"
+#include "cohort/train/check_same.h"
 #include "cohort/train/history.h"
 #include "cohort/train/hold_folder.h"
 
@@ -92,23 +93,7 @@ void check_same_pictures(const std::string& root, const cohort::image::ImageFold
     names.update(std::string_view(pictures.at(i).path).substr(root.size()));
     names.update(std::string_view("\n"));
   }
-  const auto all = group.all_gather_object(names.hex());
-  for (size_t rank = 1; rank < all.size(); ++rank) {
-    if (all[rank] != all[0])
-      throw ConfigError(root + ": expected the same pictures on all ranks, rank " +
-                        std::to_string(rank) + " has others than rank 0");
-  }
-}
-
-// Ranks that evaluate other weights would print one score of several models.
-void check_same_weights(const std::string& folder, const cohort::comm::ProcessGroup& group) {
-  // The manifest has the checksums of all files.
-  const auto all = group.all_gather_object(cohort::sha256_of_file(folder + "/manifest.json"));
-  for (size_t rank = 1; rank < all.size(); ++rank) {
-    if (all[rank] != all[0])
-      throw ConfigError("--resume: expected the same checkpoint on all ranks, rank " +
-                        std::to_string(rank) + " has another one than rank 0");
-  }
+  cohort::train::check_same_on_ranks(group, root, "pictures", names.hex());
 }
 
 // Weights that are not numbers stay so: nothing that is trained on with them is worth saving.
@@ -146,7 +131,9 @@ Trainer::Trainer(const Options& options, const cohort::comm::ProcessGroup& group
   }
   check_same_pictures(options.data + "/val", validation_set_, group);
   if (options.evaluate) {
-    check_same_weights(options.resume, group);
+    // Ranks with other weights would print one score of several models. The manifest has their checksums.
+    cohort::train::check_same_on_ranks(group, "--resume", "weights",
+                                       cohort::sha256_of_file(options.resume + "/manifest.json"));
     load_weights(options.resume, model_);
     return;
   }
@@ -422,8 +409,11 @@ void Trainer::train() {
                       "/train, " + std::to_string(training_set_->size()) + ", got batches of " +
                       std::to_string(global_batch()));
   }
-  for (int64_t epoch = options_.start_epoch.value_or(state_.epochs_done); epoch < options_.epochs;
-       ++epoch) {
+  const int64_t first = options_.start_epoch.value_or(state_.epochs_done);
+  if (first >= options_.epochs)
+    console_.print("nothing to train: --epochs %lld, %s done\n",
+                   static_cast<long long>(options_.epochs), counted(first, "epoch").c_str());
+  for (int64_t epoch = first; epoch < options_.epochs; ++epoch) {
     finish_epoch(epoch, train_epoch(epoch));
   }
   optimizer_->finish();

@@ -54,14 +54,54 @@ TEST_F(NmtFlagsTest, RanksWithOtherFlagsAreRefused) {
   cohort::test::expect_other_flags_refused(bin("cohort-nmt") + " " + train_flags("run"),
                                            "--clip-norm", "1", "2");
   EXPECT_FALSE(fs::exists(path("run/last")));
-  // What a rank shows of itself, and where its files are, is its own affair.
-  std::string flags = train_flags("run");
-  flags.replace(flags.find(path("train.en")), path("train.en").size(), path("source") + "$RANK");
+  // What a rank shows of itself is its own affair.
   const Ended ended =
-      shell(bin("cohort") + " run --nproc-per-node 2 -- sh -c 'ln -s " + path("train.en") + " " +
-            path("source") + "$RANK; exec " + bin("cohort-nmt") + " " + flags +
+      shell(bin("cohort") + " run --nproc-per-node 2 -- sh -c 'exec " + bin("cohort-nmt") + " " +
+            train_flags("run") +
             "--after-batches 2 --log-level $([ $RANK = 0 ] && echo info || echo warn)'");
   EXPECT_EQ(ended.code, 0) << ended.output;
+}
+
+// Each rank sees another folder, or other files, under the same path.
+TEST_F(NmtFlagsTest, RanksWithOtherFilesAreRefused) {
+  ASSERT_EQ(train("--after-batches 2").code, 0);
+  for (const std::string rank : {"0", "1"}) fs::create_directory(path(rank));
+  fs::create_directory(path("seen"));
+  const auto seen = [&](const std::string& command) {
+    return shell(bin("cohort") + " run --nproc-per-node 2 -- unshare -m sh -c 'mount --bind " +
+                 path("") + "$RANK " + path("seen") + " && exec " + bin("cohort-nmt") + " " +
+                 command + "'");
+  };
+  const auto refused = [&](const std::string& command, const std::string& text) {
+    const Ended ended = seen(command);
+    EXPECT_EQ(ended.code, 2) << ended.output;
+    EXPECT_NE(ended.output.find(text + " on all ranks, ranks 0 and 1 differ"), std::string::npos)
+        << ended.output;
+  };
+  // Rank 1 has more sentences, and as many tokens in a batch as make several.
+  ASSERT_EQ(shell("cd " + path("") +
+                  "; head -5 valid.en > 0/en; head -5 valid.xx > 0/xx; "
+                  "cp valid.en 1/en; cp valid.xx 1/xx; cp -r run 0/run; cp -r run 1/run")
+                .code,
+            0);
+  const std::string test =
+      " --test-sets " + path("seen/en") + " " + path("seen/xx") + " --valid-mini-batch-words 20";
+  refused("evaluate --model-dir " + path("run") + test, "evaluation: expected the same text");
+  std::string valid = train_flags("other");
+  for (const std::string side : {"en", "xx"})
+    valid.replace(valid.find(path("valid." + side)), path("valid." + side).size(),
+                  path("seen/" + side));
+  refused(valid, "--valid-sets: expected the same text");
+  EXPECT_FALSE(fs::exists(path("other")));
+  // As many sentences, another reference; another model.
+  ASSERT_EQ(shell("cd " + path("") + "; cp 0/en 1/en; sed 1s/^/x/ 0/xx > 1/xx").code, 0);
+  refused("evaluate --model-dir " + path("run") + test, "evaluation: expected the same text");
+  ASSERT_EQ(shell("cp " + path("0/xx") + " " + path("1/xx")).code, 0);
+  EXPECT_EQ(seen("evaluate --model-dir " + path("seen/run") + test).code, 0);
+  const std::string more = train_flags("1/run");
+  ASSERT_EQ(shell(bin("cohort-nmt") + " " + more + "--after-batches 4").code, 0);
+  refused("evaluate --model-dir " + path("seen/run") + test,
+          "--model-dir: expected the same weights");
 }
 
 TEST_F(NmtFlagsTest, AProfileHasTheUpdatesAskedFor) {

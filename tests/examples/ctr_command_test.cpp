@@ -530,6 +530,23 @@ TEST_F(CtrCommandTest, TrainersWithOtherFlagsAreRefused) {
       << ended.output;
 }
 
+// Each trainer sees another folder under the same path.
+TEST_F(CtrCommandTest, TrainersWithOtherFilesAreRefused) {
+  for (const std::string rows : {"1000", "1001"})
+    ASSERT_EQ(shell(bin("ctr") + " generate --rows " + rows + " --test-rows 100 --output " +
+                    folder_ / rows)
+                  .code,
+              0);
+  const std::string seen = folder_ / "seen";
+  std::filesystem::create_directory(seen);
+  expect_refused(bin("cohort") +
+                     " run --servers 1 --trainers 2 -- unshare -m sh -c 'mount --bind " +
+                     folder_ / "100$PADDLE_TRAINER_ID " + seen + " && exec " + bin("ctr") +
+                     " train --batch 64 --data " + seen + "'",
+                 "--train: expected the same files on all trainers, trainers 0 and 1 have files of "
+                 "different sizes");
+}
+
 TEST_F(CtrCommandTest, PredictionsGoStraightToWhatIsNoFile) {
   ASSERT_EQ(shell(train("--max-steps 2 --save " + folder_ / "saved")).code, 0);
   const std::string score =

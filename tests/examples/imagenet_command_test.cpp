@@ -109,18 +109,24 @@ TEST_F(ImagenetCommandTest, FlagsThatCannotHoldAreRefused) {
 TEST_F(ImagenetCommandTest, RanksThatEvaluateOtherWeightsAreRefused) {
   expect_trained(1, "0", "--epochs 1");
   expect_trained(1, "1", "--epochs 2");
-  const std::string evaluate = bin("cohort") + " run --nproc-per-node 2 -- sh -c 'exec " +
-                               bin("imagenet") + " " + flags("run", "--evaluate --resume ");
-  expect_refused(2, shell(evaluate + folder_ / "$RANK/checkpoint" + "'"),
-                 "--resume: expected the same checkpoint on all ranks, rank 1 has another one");
-  EXPECT_EQ(shell(evaluate + folder_ / "1/checkpoint" + "'").code, 0);
+  std::filesystem::create_directory(folder_ / "seen");
+  const auto evaluate = [&](const std::string& resume) {
+    return shell(bin("cohort") + " run --nproc-per-node 2 -- unshare -m sh -c 'mount --bind " +
+                 folder_ / "$RANK " + folder_ / "seen" + " && exec " + bin("imagenet") + " " +
+                 flags("run", "--evaluate --resume " + resume + "'"));
+  };
+  expect_refused(2, evaluate(folder_ / "seen/checkpoint"),
+                 "--resume: expected the same weights on all ranks, ranks 0 and 1 differ");
+  expect_refused(2, evaluate(folder_ / "$RANK/checkpoint"),
+                 "--resume: expected the same on all ranks of a host, got " +
+                     folder_ / "0/checkpoint on rank 0 and ");
+  EXPECT_EQ(evaluate(folder_ / "1/checkpoint").code, 0);
   // A rank that resumes beside one that begins.
   expect_refused(
       2,
       shell(bin("cohort") + " run --nproc-per-node 2 -- sh -c 'exec " + bin("imagenet") + " " +
             flags("run", "$([ $RANK = 0 ] || echo --resume " + folder_ / "1" + "/checkpoint)'")),
-      "--resume: expected the same on all ranks, got no value on rank 0 and a path on "
-      "rank 1");
+      "--resume: expected the same on all ranks, got no value on rank 0 and ");
 }
 
 TEST_F(ImagenetCommandTest, ResumedRunIsBitEqualToOneNeverStopped) {
