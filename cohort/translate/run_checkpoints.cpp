@@ -380,6 +380,10 @@ void RunCheckpoints::finish_save() {
   }
 }
 
+void RunCheckpoints::finish_first_save() {
+  if (const std::exception_ptr failed = commit()) std::rethrow_exception(failed);
+}
+
 // last/ names the servers' checkpoint that belongs to it. The next one may be there already; the
 // others are of earlier saves.
 void RunCheckpoints::prune_servers() const {

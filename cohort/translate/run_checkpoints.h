@@ -93,6 +93,10 @@ class RunCheckpoints {
   void wait_written();
   /// Commits the save that has begun. Blocks until all writers have written.
   void finish_save();
+  /// The same of a run's first save.
+  /// Errors: c10::Error or ConfigError if it failed; other saves than the first and the last are
+  ///         logged then, for there is an earlier one to resume from.
+  void finish_first_save();
   /// The same of everything.
   /// Errors: c10::Error or ConfigError if the last save failed, or best/ could not be written once
   ///         more.

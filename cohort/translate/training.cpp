@@ -8,6 +8,7 @@
 #include "cohort/base/error.h"
 #include "cohort/base/free_memory.h"
 #include "cohort/data/prefetch.h"
+#include "cohort/train/check_same.h"
 #include "cohort/train/hold_folder.h"
 #include "cohort/translate/precision.h"
 #include "cohort/translate/run_on_ranks.h"
@@ -116,7 +117,9 @@ void TrainingRun::run() {
   if (state_.updates == 0) {
     save();
     wait_for_save();
-    checkpoints_.finish_save();  // A run that is killed in its first update can resume, too.
+    // A run that is killed in its first update can resume, too, and one that cannot save does not begin.
+    run_on_ranks(group_, "the first checkpoint", checkpoints_.saves(), kSaveLimit,
+                 [&] { checkpoints_.finish_first_save(); });
     if (options_.valid_on_start && !state_now().is_validated()) {
       validate();
       wait_for_save();
@@ -359,6 +362,7 @@ TrainingResult train(const TrainingOptions& given, const comm::ProcessGroup& gro
   const parallel::DeviceMesh mesh = parallel::init_strategy_mesh(
       group, options.strategy, static_cast<int>(options.tensor_parallel));
   ValidText valid_text = read_valid_text(options);  // before anything is written
+  train::check_same_on_ranks(group, "--valid-sets", "text", valid_text.sha256);
   Fd held_folder;
   std::string decision, precision_of_last;
   run_on_ranks(group, "the run's folder", group.rank() == 0, kFolderLimit, [&] {
