@@ -14,6 +14,7 @@ namespace cohort::launch {
 namespace {
 
 constexpr int kResolvePollMs = 500;
+constexpr std::chrono::seconds kPatience{5};
 
 }  // namespace
 
@@ -40,6 +41,20 @@ void ElasticAgent::wait_for_endpoint() {
   }
 }
 
+// Says for what it waits, unless the others come at once.
+void ElasticAgent::wait_for_round() {
+  std::optional<Clock::time_point> tell_at = Clock::now() + kPatience;
+  while (!node_ && !end_ && !stop_received_ && !stop_requested()) {
+    run_once(tell_at);
+    if (node_ || !tell_at || Clock::now() < *tell_at) continue;
+    tell_at.reset();
+    print_line("waiting for " + options_.nnodes.text() + " nodes (--nnodes) at " +
+               options_.rdzv_endpoint + ", for at most " + seconds_text(options_.rdzv_timeout) +
+               " (--rdzv-timeout)");
+    err_.flush();
+  }
+}
+
 int ElasticAgent::run_job() {
   wait_for_endpoint();
   if (stop_requested()) return conclude_with(stopped());
@@ -50,7 +65,7 @@ int ElasticAgent::run_job() {
     failure_reported_ = false;
     if (rendezvous_->hosts()) bind_store();
     rendezvous_->join(rendezvous_->hosts() ? store_.port : 0);
-    while (!node_ && !end_ && !stop_received_ && !stop_requested()) run_once();
+    wait_for_round();
     if (end_ || stop_requested()) return finish_job();
     if (!node_) continue;  // The round was cancelled before it started.
     start_round(*std::exchange(node_, std::nullopt));

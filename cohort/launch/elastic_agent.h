@@ -21,6 +21,7 @@ class ElasticAgent : public Agent {
   void add_polls(std::vector<pollfd>& polls) const override;
   void handle_events() override;
   void wait_for_endpoint();
+  void wait_for_round();
   std::optional<int> run_round();
   void report_failure();
   Directive stopped() const;

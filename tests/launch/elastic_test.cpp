@@ -519,11 +519,15 @@ TEST_F(ElasticTest, ALostPeerIsTheConsequenceOfANodesLoss) {
 }
 
 TEST_F(ElasticTest, TooFewNodesAreAnErrorInTime) {
-  const auto first = start(0, {"--nnodes", "2:3", "--rdzv-timeout", "4"}, "echo started");
+  const auto first = start(0, {"--nnodes", "2:3", "--rdzv-timeout", "7"}, "echo started");
   const Ended ended = first->wait();
   EXPECT_EQ(ended.exit_code, 3);
   EXPECT_EQ(ended.out, "");
-  EXPECT_TRUE(holds(ended.err, "--nnodes: expected at least 2 nodes within 4 s, got 1\n"))
+  EXPECT_TRUE(holds(ended.err, "--nnodes: expected at least 2 nodes within 7 s, got 1\n"))
+      << ended.err;
+  EXPECT_TRUE(holds(ended.err,
+                    "waiting for 2:3 nodes (--nnodes) at 10.77.0.1:29400, for at most 7 s "
+                    "(--rdzv-timeout)\n"))
       << ended.err;
   const auto lonely = start(1, {"--nnodes", "2", "--rdzv-timeout", "1"}, "echo started");
   const Ended alone = lonely->wait();
