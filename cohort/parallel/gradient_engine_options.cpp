@@ -24,6 +24,9 @@ void check_options(const DistributedDataParallelOptions& options, const torch::n
   } rules[] = {
       {unused || !options.skip_all_reduce_unused_params, "skip_all_reduce_unused_params",
        "expected find_unused_parameters with it"},
+      {!is_static || !options.skip_all_reduce_unused_params, "skip_all_reduce_unused_params",
+       "expected no static_graph with it, which searches for unused parameters in the first step "
+       "alone"},
       {!options.rebuild_buckets || !unused || is_static, "rebuild_buckets",
        "expected no find_unused_parameters with it, which varies the order of gradients"},
       {!options.rebuild_buckets || options.bucket_layout.empty(), "rebuild_buckets",

@@ -43,6 +43,19 @@ bool fit_hosts(const comm::ProcessGroup& group, int ranks_of_model) {
 StrategyOptions resolve(StrategyOptions options) {
   DistributedDataParallelOptions& ddp = options.ddp;
   ShardingOptions& sharding = options.sharding;
+  const bool is_ddp = options.strategy == Strategy::kDdp;
+  const std::string unread = is_ddp ? "sharding" : "ddp";
+  TORCH_CHECK_VALUE(options.tensor_parallel || !(ddp.tensor_parallel || sharding.tensor_parallel),
+                    "strategy ", to_string(options.strategy),
+                    ": expected the tensor_parallel of StrategyOptions, which all strategies read, "
+                    "got that of its member ",
+                    ddp.tensor_parallel ? "ddp" : "sharding");
+  TORCH_CHECK_VALUE(ddp.ignored.empty() == sharding.ignored.empty() ||
+                        !(is_ddp ? ddp.ignored : sharding.ignored).empty(),
+                    "strategy ", to_string(options.strategy),
+                    ": expected `ignored` in both members, "
+                    "got it in ",
+                    unread, " alone, which this strategy does not read");
   ddp.tensor_parallel = sharding.tensor_parallel = options.tensor_parallel;
   sharding.shard = options.strategy == Strategy::kZero1   ? Shard::kOptimizer
                    : options.strategy == Strategy::kZero2 ? Shard::kGradients
@@ -54,13 +67,12 @@ StrategyOptions resolve(StrategyOptions options) {
   const auto is_set = [](const MixedPrecision& types) {
     return describe(types) != describe(MixedPrecision{});
   };
-  const bool is_ddp = options.strategy == Strategy::kDdp;
   const auto& read = is_ddp ? ddp.mixed_precision : sharding.mixed_precision;
   const auto& other = is_ddp ? sharding.mixed_precision : ddp.mixed_precision;
   TORCH_CHECK_VALUE(is_set(read) || !is_set(other), "strategy ", to_string(options.strategy),
                     ": expected the mixed_precision that all strategies read, of StrategyOptions, "
                     "got only that of its member ",
-                    is_ddp ? "sharding" : "ddp", ", which this one does not");
+                    unread, ", which this strategy does not read");
   return options;
 }
 

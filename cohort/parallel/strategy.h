@@ -45,7 +45,8 @@ struct StrategyOptions {
 
 /// Returns `options` as the wrapper of its strategy reads them: `ddp` or `sharding` has what all
 /// strategies share.
-/// Errors: c10::ValueError if only the one that the strategy does not read has a mixed_precision.
+/// Errors: c10::ValueError if only the one that the strategy does not read has a mixed_precision or
+///         `ignored`, and for a tensor_parallel of either instead of that of StrategyOptions.
 StrategyOptions resolve(StrategyOptions options);
 
 /// Makes the mesh of all ranks of `group` that a strategy wants: one axis, "dp"; for kHybrid two,

@@ -838,6 +838,10 @@ TEST(DdpOptionsTest, ContradictingOptionsAreRefused) {
     };
     refused({.bucket_cap_mb = 0}, "bucket_cap_mb: expected more than 0");
     refused({.skip_all_reduce_unused_params = true}, "expected find_unused_parameters with it");
+    refused({.find_unused_parameters = true,
+             .static_graph = true,
+             .skip_all_reduce_unused_params = true},
+            "skip_all_reduce_unused_params: expected no static_graph with it");
     refused({.find_unused_parameters = true, .rebuild_buckets = true},
             "rebuild_buckets: expected no");
     refused({.find_unused_parameters = true,

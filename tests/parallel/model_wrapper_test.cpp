@@ -446,6 +446,31 @@ TEST(ParallelModelTest, MixedPrecisionHoldsUnderEveryStrategyOrIsRefused) {
   });
 }
 
+// A strategy that is chosen on the command line must not change what is trained.
+TEST(ParallelModelTest, OptionsOfTheOtherWrapperAloneAreRefused) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    const auto refusal = [&](const parallel::StrategyOptions& options) {
+      return message_of<c10::ValueError>([&] { ParallelModel(PlainNet(), group, options); });
+    };
+    const std::string bias = PlainNet()->named_parameters().keys().back();
+    for (const Strategy strategy : {Strategy::kDdp, Strategy::kZero1, Strategy::kZero3}) {
+      const bool is_ddp = strategy == Strategy::kDdp;
+      const std::string begin = "strategy " + parallel::to_string(strategy) + ": expected ";
+      parallel::StrategyOptions options{.strategy = strategy};
+      (is_ddp ? options.sharding.ignored : options.ddp.ignored) = {bias};
+      EXPECT_EQ(refusal(options), begin + "`ignored` in both members, got it in " +
+                                      (is_ddp ? "sharding" : "ddp") +
+                                      " alone, which this strategy does not read");
+      (is_ddp ? options.ddp.ignored : options.sharding.ignored) = {bias};
+      EXPECT_EQ(refusal(options), "nothing was thrown");
+      options.ddp.tensor_parallel = parallel::TensorParallelPlan();
+      EXPECT_EQ(refusal(options), begin +
+                                      "the tensor_parallel of StrategyOptions, which all "
+                                      "strategies read, got that of its member ddp");
+    }
+  });
+}
+
 int64_t count_modules(torch::nn::Module& module) {
   return std::ssize(module.modules());
 }
