@@ -53,9 +53,8 @@ StrategyOptions resolve(StrategyOptions options) {
   TORCH_CHECK_VALUE(ddp.ignored.empty() == sharding.ignored.empty() ||
                         !(is_ddp ? ddp.ignored : sharding.ignored).empty(),
                     "strategy ", to_string(options.strategy),
-                    ": expected `ignored` in both members, "
-                    "got it in ",
-                    unread, " alone, which this strategy does not read");
+                    ": expected `ignored` in both members, got it in ", unread,
+                    " alone, which this strategy does not read");
   ddp.tensor_parallel = sharding.tensor_parallel = options.tensor_parallel;
   sharding.shard = options.strategy == Strategy::kZero1   ? Shard::kOptimizer
                    : options.strategy == Strategy::kZero2 ? Shard::kGradients

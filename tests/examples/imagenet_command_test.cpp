@@ -406,7 +406,7 @@ TEST_F(ImagenetCommandTest, RanksThatSeeOtherPicturesAreRefused) {
   const Ended ended = shell(
       bin("cohort") + " run --nproc-per-node 2 -- sh -c '[ $RANK = 0 ] && DATA=" + data.string() +
       " || DATA=" + other.string() + "; exec " + program + "'");
-  expect_refused(2, ended, "/train: expected the same pictures on all ranks, rank 1 has others");
+  expect_refused(2, ended, "/train: expected the same pictures on all ranks, ranks 0 and 1 differ");
 }
 
 TEST_F(ImagenetCommandTest, DamagedPictureIsNamedOrSkipped) {
