@@ -53,6 +53,14 @@ void print_samples(const text::ParallelText& pairs, const std::vector<std::strin
   }
 }
 
+TrainedModel load_on_ranks(const ModelPlace& place, const comm::ProcessGroup& group) {
+  TrainedModel trained = load_trained(place);
+  // The manifest has the checksums of the weights.
+  train::check_same_on_ranks(group, "--model-dir", "weights",
+                             sha256_of_file(place.model_dir + "/best/manifest.json"));
+  return trained;
+}
+
 int run(EvaluateFlags& flags, const CLI::App& command) {
   auto options = flags.evaluation;
   options.search.shortlist = flags.shortlist.read(flags.model);
@@ -62,10 +70,7 @@ int run(EvaluateFlags& flags, const CLI::App& command) {
   auto& precision = flags.model.precision;
   if (!precision && holds_int8(flags.model.model_dir)) precision = nmt::Precision::kInt8;
   precision = translate::agreed_precision(precision, group);
-  auto [model, tokenizers] = load_trained(flags.model);
-  // The manifest has the checksums of the weights.
-  train::check_same_on_ranks(group, "--model-dir", "weights",
-                             sha256_of_file(flags.model.model_dir + "/best/manifest.json"));
+  auto [model, tokenizers] = load_on_ranks(flags.model, group);
   const auto pairs = text::read_parallel_text(flags.test_sets);
   const auto corpus = translate::tokenize(pairs, tokenizers.source, tokenizers.target);
   translate::check_lengths("--test-sets", corpus, model->options().max_positions);
