@@ -70,9 +70,10 @@ void print_result(const translate::TrainingResult& result,
   console.print("loss %.4f, in %s/best\n", result.best->loss, options.model_dir.c_str());
 }
 
-// Bars, lines and traces take part in no exchange.
-const std::vector<std::string> kOwnFlags{"--quiet", "--log-level", "--profile", "--profile-skip",
-                                         "--profile-steps"};
+// Bars, lines, traces and a rank's own files take part in no exchange.
+const std::vector<std::string> kOwnFlags{"--quiet",         "--log-level",
+                                         "--profile",       "--profile-skip",
+                                         "--profile-steps", "--optimizer-state-dir"};
 
 int run(TrainFlags& flags, const CLI::App& command) {
   auto& options = flags.options;

@@ -57,11 +57,11 @@ void take_role(const CLI::App& app, ServerFlags& flags) {
   const auto info = ps::role_from_environment();
   if (!info) return;
   if (info->role != ps::Role::kServer) {
-    if (app.count("--endpoint") > 0 && app.count("--server-id") > 0 && app.count("--servers") > 0)
-      return;
+    const bool is_placed = app.count("--server-id") > 0 && app.count("--servers") > 0;
+    if (app.count("--endpoint") > 0 && (is_placed || info->servers.size() == 1)) return;
     throw ConfigError(
-        "PADDLE_TRAINING_ROLE: expected PSERVER, or --endpoint, --server-id and --servers in this "
-        "trainer's environment");
+        "PADDLE_TRAINING_ROLE, TRAINING_ROLE: expected PSERVER, or --endpoint, --server-id and "
+        "--servers in this trainer's environment");
   }
   if (app.count("--endpoint") == 0) flags.rpc.endpoint = info->endpoint();
   if (app.count("--server-id") == 0) flags.server.server = info->server_id;

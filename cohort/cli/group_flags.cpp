@@ -70,7 +70,7 @@ bool may_differ(const FlagInfo& flag, const std::vector<std::string>& own) {
 struct WrittenFlag {
   std::string name;
   std::string text;
-  bool is_path = false;  // Of this host.
+  bool is_path = false;  // Of this host, and nothing else.
 };
 
 std::string text_of(const FlagInfo& flag) {
@@ -87,8 +87,8 @@ std::vector<WrittenFlag> written_flags(const CLI::App& command,
   std::vector<WrittenFlag> values{{"the command", command.get_name()}};
   for (const FlagInfo& flag : flags_of(command)) {
     if (may_differ(flag, own)) continue;
-    values.push_back(
-        {flag.names.back(), text_of(flag), flag.value == kFile || flag.value == kFolder});
+    const bool is_path = flag.usage.empty() && (flag.value == kFile || flag.value == kFolder);
+    values.push_back({flag.names.back(), text_of(flag), is_path});
   }
   return values;
 }

@@ -48,9 +48,9 @@ void ElasticAgent::wait_for_round() {
     run_once(tell_at);
     if (node_ || !tell_at || Clock::now() < *tell_at) continue;
     tell_at.reset();
-    print_line("waiting for " + options_.nnodes.text() + " nodes (--nnodes) at " +
-               options_.rdzv_endpoint + ", for at most " + seconds_text(options_.rdzv_timeout) +
-               " (--rdzv-timeout)");
+    print_line("waiting at " + options_.rdzv_endpoint + " for a round of " +
+               options_.nnodes.text() + " nodes (--nnodes); too few for " +
+               seconds_text(options_.rdzv_timeout) + " (--rdzv-timeout) end the job");
     err_.flush();
   }
 }

@@ -37,7 +37,7 @@ void check_same_text(const Corpus& corpus, const std::vector<std::string>& refer
     text.update(references[static_cast<size_t>(pair)]);
     text.update(std::string_view("\n"));
   }
-  train::check_same_on_ranks(group, "evaluation", "text", text.hex());
+  train::check_same_on_ranks(group, "evaluation", "text and vocabularies", text.hex());
 }
 
 // Rank 0 collects {sentence number: translation} of all ranks into corpus order.

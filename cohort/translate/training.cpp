@@ -68,6 +68,12 @@ bool TrainingRun::save_servers() {
   return true;
 }
 
+void TrainingRun::check_servers_saved() {
+  run_on_ranks(group_, "the servers' checkpoint", true, kSaveLimit, [&] {
+    if (servers_failed_) std::rethrow_exception(servers_failed_);
+  });
+}
+
 void TrainingRun::save_if_due() {
   // With servers all ranks take part, of which one knows what it still writes.
   if (save_is_due_ && (options_.servers || !checkpoints_.pending())) save();
@@ -120,6 +126,7 @@ void TrainingRun::run() {
     // A run that is killed in its first update can resume, too, and one that cannot save does not begin.
     run_on_ranks(group_, "the first checkpoint", checkpoints_.saves(), kSaveLimit,
                  [&] { checkpoints_.finish_first_save(); });
+    check_servers_saved();
     if (options_.valid_on_start && !state_now().is_validated()) {
       validate();
       wait_for_save();
@@ -144,9 +151,7 @@ void TrainingRun::run() {
   for (const auto& step : {&RunCheckpoints::wait_written, &RunCheckpoints::finish})
     run_on_ranks(group_, "last checkpoint", checkpoints_.saves(), kSaveLimit,
                  [&] { (checkpoints_.*step)(); });
-  run_on_ranks(group_, "last checkpoint of the servers", true, kSaveLimit, [&] {
-    if (servers_failed_) std::rethrow_exception(servers_failed_);
-  });
+  check_servers_saved();
   take_best_scores();
   updater_->finish();
   const std::string best = "best_" + to_string(options_.valid_metrics.front());

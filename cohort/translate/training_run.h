@@ -87,6 +87,7 @@ class TrainingRun {
   }
   void save();
   bool save_servers();
+  void check_servers_saved();
   void wait_for_save();
   void take_best_scores();
   void save_if_due();

@@ -164,7 +164,11 @@ int with_trainer(Flags& flags, const CLI::App& command,
                  const std::function<void(ctr::Trainer&)>& work) {
   const bool alone = cohort::env_string("COHORT_PROCESS_GROUP").value_or("") == "none";
   const auto group = alone ? flags.group.stay_alone() : flags.group.connect();
-  cohort::cli::check_same_flags(group, command, {"--profile", "--profile-skip", "--profile-steps"});
+  if (group.size() > 1 && command.get_name() != "train")
+    throw cohort::ConfigError("ctr " + command.get_name() + ": expected one process, got " +
+                              std::to_string(group.size()));
+  cohort::cli::check_same_flags(group, command,
+                                {"--print-freq", "--profile", "--profile-skip", "--profile-steps"});
   ctr::Trainer trainer(flags.options, group);
   work(trainer);
   trainer.finish();

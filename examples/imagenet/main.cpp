@@ -170,8 +170,8 @@ void check_ranks_of_node(const cohort::comm::RankInfoOptions& node) {
 
 int run_rank(Options options, cohort::cli::GroupFlags group_flags, const CLI::App& app) {
   const auto group = group_flags.connect();
-  cohort::cli::check_same_flags(group, app,
-                                {"--workers", "--profile", "--profile-skip", "--profile-steps"});
+  cohort::cli::check_same_flags(
+      group, app, {"--workers", "--print-freq", "--profile", "--profile-skip", "--profile-steps"});
   // Batches are alike in size: cuDNN may try which of its convolutions are the fastest for it.
   if (group.device().is_cuda()) at::globalContext().setBenchmarkCuDNN(true);
   go_on_where_the_job_was(options);

@@ -176,15 +176,20 @@ Ended with_small_disk(const std::string& disk, const std::string& script) {
 // It would train for hours, and have nothing to resume from.
 TEST_F(NmtBadInputTest, ARunThatCannotSaveDoesNotBegin) {
   fs::create_directory(path("disk"));
-  const std::string train = bin("cohort-nmt") + " " + train_flags("disk/run") + "--after-batches 4";
-  const Ended ended = with_small_disk(
-      path("disk"), "dd if=/dev/zero of=" + path("disk/fill") + " bs=1k count=1800 2> /dev/null; " +
-                        train + "; echo first $?; cat " + path("disk/run/history.jsonl") + "; rm " +
-                        path("disk/fill") + "; " + train + " > /dev/null 2>&1; echo second $?");
-  EXPECT_NE(ended.output.find("No space left on device"), std::string::npos) << ended.output;
-  EXPECT_NE(ended.output.find("first 1\n"), std::string::npos) << ended.output;
-  EXPECT_EQ(ended.output.find("\"train\""), std::string::npos) << ended.output;
-  EXPECT_NE(ended.output.find("second 0\n"), std::string::npos) << ended.output;
+  const std::string nmt = bin("cohort-nmt") + " " + train_flags("disk/run") + "--after-batches 4 ";
+  for (const std::string& train :
+       {nmt, bin("cohort") + " run --servers 1 --trainers 2 -- " + nmt + "--strategy ps-sync",
+        bin("cohort") + " run --servers 1 --trainers 2 -- " + nmt + "--strategy ps-async"}) {
+    const Ended ended = with_small_disk(
+        path("disk"), "dd if=/dev/zero of=" + path("disk/fill") +
+                          " bs=1k count=1800 2> /dev/null; " + train + "; echo first $?; cat " +
+                          path("disk/run/history.jsonl") + "; rm " + path("disk/fill") + "; " +
+                          train + " > /dev/null 2>&1; echo second $?");
+    EXPECT_NE(ended.output.find("No space left on device"), std::string::npos) << ended.output;
+    EXPECT_NE(ended.output.find("first 1\n"), std::string::npos) << ended.output;
+    EXPECT_EQ(ended.output.find("\"train\""), std::string::npos) << ended.output;
+    EXPECT_NE(ended.output.find("second 0\n"), std::string::npos) << ended.output;
+  }
 }
 
 TEST_F(NmtBadInputTest, AFullDiskCostsNoCheckpoint) {

@@ -86,7 +86,8 @@ TEST_F(NmtFlagsTest, RanksWithOtherFilesAreRefused) {
             0);
   const std::string test =
       " --test-sets " + path("seen/en") + " " + path("seen/xx") + " --valid-mini-batch-words 20";
-  refused("evaluate --model-dir " + path("run") + test, "evaluation: expected the same text");
+  refused("evaluate --model-dir " + path("run") + test,
+          "evaluation: expected the same text and vocabularies");
   std::string valid = train_flags("other");
   for (const std::string side : {"en", "xx"})
     valid.replace(valid.find(path("valid." + side)), path("valid." + side).size(),
@@ -95,7 +96,8 @@ TEST_F(NmtFlagsTest, RanksWithOtherFilesAreRefused) {
   EXPECT_FALSE(fs::exists(path("other")));
   // As many sentences, another reference; another model.
   ASSERT_EQ(shell("cd " + path("") + "; cp 0/en 1/en; sed 1s/^/x/ 0/xx > 1/xx").code, 0);
-  refused("evaluate --model-dir " + path("run") + test, "evaluation: expected the same text");
+  refused("evaluate --model-dir " + path("run") + test,
+          "evaluation: expected the same text and vocabularies");
   ASSERT_EQ(shell("cp " + path("0/xx") + " " + path("1/xx")).code, 0);
   EXPECT_EQ(seen("evaluate --model-dir " + path("seen/run") + test).code, 0);
   const std::string more = train_flags("1/run");

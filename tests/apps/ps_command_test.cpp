@@ -324,8 +324,10 @@ TEST_F(PsCommandTest, MistakesAreNamed) {
       "PADDLE_TRAINERS_NUM=1 PADDLE_TRAINER_ID=0 timeout 20 " +
       bin("cohort") + " ps server --folder " + folder_ / "c");
   EXPECT_EQ(role.code, 2) << role.output;
-  EXPECT_NE(role.output.find("PADDLE_TRAINING_ROLE: expected PSERVER, or --endpoint, --server-id"),
-            std::string::npos)
+  EXPECT_NE(
+      role.output.find(
+          "PADDLE_TRAINING_ROLE, TRAINING_ROLE: expected PSERVER, or --endpoint, --server-id"),
+      std::string::npos)
       << role.output;
   refused("server --load " + folder_ / "nothing" + " --folder " + folder_ / "c",
           "expected a checkpoint of servers");

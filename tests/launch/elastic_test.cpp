@@ -526,8 +526,8 @@ TEST_F(ElasticTest, TooFewNodesAreAnErrorInTime) {
   EXPECT_TRUE(holds(ended.err, "--nnodes: expected at least 2 nodes within 7 s, got 1\n"))
       << ended.err;
   EXPECT_TRUE(holds(ended.err,
-                    "waiting for 2:3 nodes (--nnodes) at 10.77.0.1:29400, for at most 7 s "
-                    "(--rdzv-timeout)\n"))
+                    "waiting at 10.77.0.1:29400 for a round of 2:3 nodes (--nnodes); too few for "
+                    "7 s (--rdzv-timeout) end the job\n"))
       << ended.err;
   const auto lonely = start(1, {"--nnodes", "2", "--rdzv-timeout", "1"}, "echo started");
   const Ended alone = lonely->wait();

@@ -51,7 +51,7 @@ void check_read(const SessionOptions& options) {
     refuse("geo_steps " + std::to_string(options.geo_steps), "geo");
   if (options.reduce != defaults.reduce && training != Training::kSync &&
       training != Training::kLocal)
-    refuse("reduce sum", "sync");
+    refuse("reduce sum", "sync or local");
 }
 
 // A job without servers gets the partition of one: one block each, all here.

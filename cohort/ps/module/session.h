@@ -56,7 +56,7 @@ struct SessionOptions {
   std::vector<std::string> servers;  ///< Endpoints; empty for kLocal.
   int trainer = 0;                   ///< This one of `trainers`; kLocal is of one.
   int trainers = 1;
-  Reduce reduce = Reduce::kMean;  ///< kSync: of the trainers' gradients. kMean in the others.
+  Reduce reduce = Reduce::kMean;  ///< kSync, kLocal: of the trainers' gradients. Else kMean.
   RuleOptions dense_rule{.rule = Rule::kAdam, .learning_rate = 1e-3f};
   WireDtype dense_wire_dtype = WireDtype::kFloat32;  ///< See JobOptions; tables have their own.
   bool error_if_nonfinite = true;                    ///< See JobOptions.
