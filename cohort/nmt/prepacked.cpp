@@ -64,7 +64,7 @@ Prepacked::Prepacked(const at::Tensor& weight)
     form_ = Form::kTiles;
     weight_ = pack_columns(weight.detach());
   } else if (type == at::kBFloat16 && has_onednn &&
-             std::string_view(supported_loops()[0]->name) == "avx512") {
+             std::string_view(supported_loops()[0]->name).starts_with("avx512")) {
     form_ = Form::kOneDnn;
     const std::optional<c10::SymInt> any_rows;
     weight_ = onednn<Reorder>("mkldnn::_reorder_linear_weight")

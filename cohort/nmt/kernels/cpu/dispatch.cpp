@@ -13,6 +13,7 @@
 namespace cohort::nmt {
 
 extern const Loops amx;
+extern const Loops avx512_bf16;
 extern const Loops avx512;
 extern const Loops avx2;
 extern const Loops sse2;
@@ -24,13 +25,20 @@ const Loops*& in_use() {
   return table;
 }
 
+bool has_avx512_bf16() {
+  constexpr unsigned kAvx512Bf16 = 1U << 5;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return instruction_set() == InstructionSet::kAvx512 &&
+         __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & kAvx512Bf16) != 0;
+}
+
 // Whether the processor multiplies bfloat16 by tiles, the kernel lets this process use them, and libtorch's own products
 // may.
 bool has_amx() {
-  constexpr unsigned kAmxBf16 = 1U << 22, kAmxTile = 1U << 24, kAvx512Bf16 = 1U << 5;
+  constexpr unsigned kAmxBf16 = 1U << 22, kAmxTile = 1U << 24;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl
   unsigned a = 0, b = 0, c = 0, d = 0;
-  if (__get_cpuid_count(7, 1, &a, &b, &c, &d) == 0 || (a & kAvx512Bf16) == 0) return false;
+  if (!has_avx512_bf16()) return false;
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kAmxBf16) == 0 || (d & kAmxTile) == 0)
     return false;
   if (!allow_amx(std::getenv("ONEDNN_MAX_CPU_ISA"), std::getenv("DNNL_MAX_CPU_ISA"))) return false;
@@ -48,10 +56,12 @@ bool allow_amx(const char* onednn, const char* dnnl) {
 }
 
 const Loops* const* supported_loops() {
-  static const Loops* const all[] = {&amx, &avx512, &avx2, &sse2, nullptr};
-  static const int first = instruction_set() == InstructionSet::kAvx512 ? (has_amx() ? 0 : 1)
-                           : instruction_set() == InstructionSet::kAvx2 ? 2
-                                                                        : 3;
+  static const Loops* const all[] = {&amx, &avx512_bf16, &avx512, &avx2, &sse2, nullptr};
+  static const int first = has_amx()                                      ? 0
+                           : has_avx512_bf16()                            ? 1
+                           : instruction_set() == InstructionSet::kAvx512 ? 2
+                           : instruction_set() == InstructionSet::kAvx2   ? 3
+                                                                          : 4;
   return all + first;
 }
 

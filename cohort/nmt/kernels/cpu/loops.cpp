@@ -12,7 +12,7 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
 #include "cohort/nmt/kernels/cpu/panel_product.h"
 #endif
 
@@ -604,7 +604,7 @@ constexpr LoopsOf<T> table() {
           sum_of_exp<T>};
 }
 
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
 constexpr PanelLoops kPanelLoops{pack_panels<true>, pack_panels<false>, multiply_panels};
 #else
 constexpr PanelLoops kPanelLoops{};

@@ -213,7 +213,7 @@ struct PanelProduct {
   int64_t out_stride = 0;
 };
 
-/// Products of bfloat16 with sums in float32, subnormal numbers as 0. Null where the instruction set has no tiles.
+/// Products of bfloat16 with sums in float32, subnormal numbers as 0. Null where the instruction set has none of bfloat16.
 struct PanelLoops {
   void (*pack_rows)(const MatrixBits& matrix, int64_t rows, int64_t depth, BFloat16Bits* panels);
   void (*pack_columns)(const MatrixBits& matrix, int64_t columns, int64_t depth,
@@ -256,7 +256,7 @@ struct Int8Loops {
 };
 
 struct Loops {
-  const char* name;  ///< Instruction set: "amx", "avx512", "avx2" or "sse2".
+  const char* name;  ///< Instruction set: "amx", "avx512_bf16", "avx512", "avx2" or "sse2".
   LoopsOf<float> f32;
   LoopsOf<double> f64;
   LoopsOf<BFloat16Bits> bf16;

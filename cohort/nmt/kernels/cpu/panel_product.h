@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of bfloat16 by AMX. Of loops.cpp alone, as arithmetic.h.
+// Products of bfloat16 by AMX or AVX512-BF16. Of loops.cpp only, as arithmetic.h.
 //
 // A tile register holds 16 rows of 64 bytes. TDPBF16PS adds to a tile of 16 x 16 sums the product of 16 x 32 elements and
 // 32 x 16 others, of which each two that follow along the sum lie together. A panel holds 32 rows or columns as such tiles:
-// [depth / 32, 2 halves, 16, 32], so that loads are contiguous.
-// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
+// [depth / 32, 2 halves, 16, 32], so that loads are contiguous. VDPBF16PS adds to 16 sums the products of a pair of one row
+// with the pairs of 16 columns, which are one line of such a tile.
+// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18, and volume 2, VDPBF16PS.
 #pragma once
 #include <immintrin.h>
 
@@ -91,16 +92,26 @@ void pack_panels(const MatrixBits& m, int64_t size, int64_t depth, BFloat16Bits*
   }
 }
 
+#if defined(__AMX_BF16__)
+
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// sums [32, 32] = a panel of rows times one of columns; of 16 rows unless kTwo. The next panel of columns is on its way
-// to the cache meanwhile.
+// While it lives, tile registers can be used.
+struct TileRegisters {
+  TileRegisters() {
+    const TileConfig config;
+    _tile_loadconfig(&config);
+  }
+  ~TileRegisters() { _tile_release(); }
+};
+
+// Of 16 rows unless kTwo. The next panel of columns is on its way to the cache meanwhile.
 template <bool kTwo>
-inline void multiply_panel(const BFloat16Bits* rows, const BFloat16Bits* columns, int64_t steps,
+inline void multiply_tiles(const BFloat16Bits* rows, const BFloat16Bits* columns, int64_t steps,
                            float* sums) {
   constexpr int64_t kAhead = 2 * 2 * kTileElements;
   constexpr int64_t kLine = 32;  // elements of 64 bytes
@@ -141,6 +152,71 @@ inline void multiply_panel(const BFloat16Bits* rows, const BFloat16Bits* columns
   }
 }
 
+// sums [32, 32] = a panel of rows times one of columns; of the first `num_rows` at least.
+inline void multiply_panel(const BFloat16Bits* rows, int64_t num_rows, const BFloat16Bits* columns,
+                           int64_t steps, float* sums) {
+  if (num_rows > kHalf) {
+    multiply_tiles<true>(rows, columns, steps, sums);
+  } else {
+    multiply_tiles<false>(rows, columns, steps, sums);
+  }
+}
+
+#else
+
+struct TileRegisters {
+  TileRegisters() {}
+};
+
+inline __m512bh bf16_lanes(__m512i bits) {
+  __m512bh lanes;
+  __builtin_memcpy(&lanes, &bits, sizeof lanes);
+  return lanes;
+}
+
+// Rows whose sums with 32 columns are in registers.
+constexpr int64_t kRowsAtOnce = 8;
+
+// sums [8, 32] = 8 rows of a panel times a panel of columns.
+inline void multiply_rows(const BFloat16Bits* rows, const BFloat16Bits* columns, int64_t steps,
+                          float* sums) {
+  __m512 low[kRowsAtOnce], high[kRowsAtOnce];
+  for (int i = 0; i < kRowsAtOnce; ++i) low[i] = high[i] = _mm512_setzero_ps();
+  for (int64_t s = 0; s < steps; ++s) {
+    for (int64_t pair = 0; pair < kPanelDepth / 2; ++pair) {
+      const BFloat16Bits* line = columns + pair * kPanelDepth;
+      const __m512bh low_columns = bf16_lanes(_mm512_loadu_si512(line));
+      const __m512bh high_columns = bf16_lanes(_mm512_loadu_si512(line + kTileElements));
+#pragma GCC unroll 8
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        int32_t bits;
+        __builtin_memcpy(&bits, rows + i * kPanelDepth + 2 * pair, sizeof bits);
+        const __m512bh of_row = bf16_lanes(_mm512_set1_epi32(bits));
+        low[i] = _mm512_dpbf16_ps(low[i], low_columns, of_row);
+        high[i] = _mm512_dpbf16_ps(high[i], high_columns, of_row);
+      }
+    }
+    rows += 2 * kTileElements;
+    columns += 2 * kTileElements;
+  }
+  for (int i = 0; i < kRowsAtOnce; ++i, sums += kPanelWidth) {
+    _mm512_storeu_ps(sums, low[i]);
+    _mm512_storeu_ps(sums + kHalf, high[i]);
+  }
+}
+
+// sums [32, 32] = a panel of rows times one of columns; of the first `num_rows` at least.
+inline void multiply_panel(const BFloat16Bits* rows, int64_t num_rows, const BFloat16Bits* columns,
+                           int64_t steps, float* sums) {
+  for (int64_t row = 0; row < num_rows && row < kPanelWidth; row += kRowsAtOnce) {
+    const int64_t half = row / kHalf;
+    multiply_rows(rows + half * kTileElements + (row - half * kHalf) * kPanelDepth, columns, steps,
+                  sums + row * kPanelWidth);
+  }
+}
+
+#endif
+
 // The sums of the rows [row, ...) and columns [column, ...) on to where p says.
 inline void finish_panel(const PanelProduct& p, int64_t row, int64_t column, const float* sums) {
   const __mmask16 low = first_of_16(p.columns - column);
@@ -172,8 +248,7 @@ inline void finish_panel(const PanelProduct& p, int64_t row, int64_t column, con
 }
 
 void multiply_panels(const PanelProduct& p) {
-  const TileConfig config;
-  _tile_loadconfig(&config);
+  const TileRegisters registers;
   const int64_t steps = (p.depth + kPanelDepth - 1) / kPanelDepth;
   const int64_t panel = 2 * steps * kTileElements;
   alignas(64) float sums[kPanelWidth * kPanelWidth];
@@ -181,15 +256,10 @@ void multiply_panels(const PanelProduct& p) {
     const BFloat16Bits* columns = p.column_panels + column / kPanelWidth * panel;
     for (int64_t row = 0; row < p.rows; row += kPanelWidth) {
       const BFloat16Bits* rows = p.row_panels + row / kPanelWidth * panel;
-      if (p.rows - row > kHalf) {
-        multiply_panel<true>(rows, columns, steps, sums);
-      } else {
-        multiply_panel<false>(rows, columns, steps, sums);
-      }
+      multiply_panel(rows, p.rows - row, columns, steps, sums);
       finish_panel(p, row, column, sums);
     }
   }
-  _tile_release();
 }
 
 }  // namespace

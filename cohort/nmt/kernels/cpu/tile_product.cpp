@@ -3,6 +3,7 @@
 
 #include <ATen/Parallel.h>
 #include <algorithm>
+#include <string_view>
 #include <torch/types.h>
 
 #include "cohort/nmt/kernels/cpu/loops.h"
@@ -122,15 +123,15 @@ TileTask part_of(const TileTask& whole, int64_t row, int64_t column) {
 }  // namespace
 
 bool has_tiles() {
-  return panel_loops().multiply != nullptr;
+  return supported_loops()[0]->name == std::string_view("amx");
 }
 
 bool multiply_by_tiles(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, bool add,
                        at::Tensor& out) {
   const bool wide = out.scalar_type() == at::kFloat;
-  if (!has_tiles() || !is_matrix(a) || !is_matrix(b) || a.size(1) == 0 || out.numel() == 0 ||
-      out.stride(1) != 1 || (!wide && (add || out.scalar_type() != at::kBFloat16)) ||
-      (wide && bias.defined()))
+  if (panel_loops().multiply == nullptr || (!wide && !has_tiles()) || !is_matrix(a) ||
+      !is_matrix(b) || a.size(1) == 0 || out.numel() == 0 || out.stride(1) != 1 ||
+      (!wide && (add || out.scalar_type() != at::kBFloat16)) || (wide && bias.defined()))
     return false;
   TORCH_CHECK_VALUE(out.dim() == 2 && a.size(1) == b.size(0) && out.size(0) == a.size(0) &&
                         out.size(1) == b.size(1) &&
