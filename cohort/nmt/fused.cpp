@@ -8,6 +8,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <torch/csrc/autograd/custom_function.h>
@@ -834,17 +835,18 @@ at::Tensor attend(const at::Tensor& queries_ND, const SeenRows& seen, int64_t he
   return out;
 }
 
-LogProbs::LogProbs(const at::Tensor& scores_NV, const std::optional<Questions>& questions) {
+LogProbs::LogProbs(const at::Tensor& scores_NV, const std::optional<Questions>& questions,
+                   bool with_sums) {
   if (questions && !kernels_for(scores_NV).has_inference) {
     read_answers(scores_NV, *questions);
   } else {
-    read_all(scores_NV);
+    read_all(scores_NV, with_sums);
   }
   check_finite();
 }
 
 LogProbs::LogProbs(std::span<const at::Tensor> blocks,
-                   std::span<const std::span<const int32_t>> columns) {
+                   std::span<const std::span<const int32_t>> columns, bool with_sums) {
   std::vector<at::Tensor> given;
   for (const at::Tensor& block : blocks) {
     TORCH_CHECK_VALUE(block.is_cpu() && block.dim() == 2 && block.size(0) == std::ssize(columns) &&
@@ -876,7 +878,7 @@ LogProbs::LogProbs(std::span<const at::Tensor> blocks,
       to += most;
     }
   });
-  read_all(chosen);
+  read_all(chosen, with_sums);
   check_finite();
 }
 
@@ -905,7 +907,7 @@ void LogProbs::check_finite() const {
               "the model's scores are not finite: it has diverged, or its parameters are damaged");
 }
 
-void LogProbs::read_all(const at::Tensor& scores_NV) {
+void LogProbs::read_all(const at::Tensor& scores_NV, bool with_sums) {
   scores_NV_ = scores_NV.cpu().contiguous();
   const int64_t rows = scores_NV_.size(0);
   const int64_t columns = scores_NV_.size(1);
@@ -920,8 +922,9 @@ void LogProbs::read_all(const at::Tensor& scores_NV) {
   for_type("LogProbs", scores_NV_, [&]<class T>(const LoopsOf<T>& table, T*) {
     using Sum = typename LoopsOf<T>::Sum;
     for (int64_t n = 0; n < rows; ++n) {
-      log_sums_[static_cast<size_t>(n)] = table.log_sum_exp(
-          data<T>(scores_NV_) + n * columns, columns_of(n), data<Sum>(tops_) + n * blocks);
+      log_sums_[static_cast<size_t>(n)] =
+          table.log_sum_exp(data<T>(scores_NV_) + n * columns, columns_of(n), with_sums,
+                            data<Sum>(tops_) + n * blocks);
     }
   });
 }
@@ -1010,30 +1013,37 @@ std::vector<Candidate> LogProbs::all(int64_t row, std::span<const int64_t> banne
   return found;
 }
 
-Candidate LogProbs::draw(int64_t row, double exponent, std::span<const int64_t> banned,
-                         double number) const {
+namespace {
+
+bool contains(std::span<const int64_t> columns, int64_t column) {
+  return std::ranges::find(columns, column) != columns.end();
+}
+
+// (p / p of the score `top`)^exponent
+double weight_of(double score, double top, double exponent) {
+  return std::exp((score - top) * exponent);
+}
+
+}  // namespace
+
+Candidate LogProbs::likeliest(int64_t row, std::span<const int64_t> banned) const {
+  const auto found = greatest(row, 1, banned);
+  TORCH_CHECK(!found.empty(), "sampling: no token is left to draw from");
+  return found.front();
+}
+
+std::vector<double> LogProbs::block_weights(int64_t row, double top, double exponent,
+                                            std::span<const int64_t> banned) const {
   TORCH_INTERNAL_ASSERT(!answers_.defined() && row_columns_.empty());
-  const auto likeliest = greatest(row, 1, banned);
-  TORCH_CHECK(!likeliest.empty(), "sampling: no token is left to draw from");
-  const double log_sum = log_sums_[static_cast<size_t>(row)];
-  const double top = likeliest.front().log_prob + log_sum;
-  const int64_t blocks = tops_.size(1);
-  return with_row(row, [&](const auto& scores, const auto*) {
-    const auto is_banned = [&](int64_t c) { return std::ranges::find(banned, c) != banned.end(); };
-    const auto weight = [&](int64_t c) {
-      return std::exp((static_cast<double>(scores[c]) - top) * exponent);
-    };
-    const auto end_of = [&](int64_t block) {
-      return std::min(columns_, (block + 1) * top_columns_);
-    };
-    std::vector<double> sums(static_cast<size_t>(blocks));
-    double total = 0;
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t first = block * top_columns_, end = end_of(block);
-      double& sum = sums[static_cast<size_t>(block)];
+  std::vector<double> sums(static_cast<size_t>(tops_.size(1)));
+  with_row(row, [&](const auto& scores, const auto*) {
+    for (size_t block = 0; block < sums.size(); ++block) {
+      const int64_t first = static_cast<int64_t>(block) * top_columns_;
+      const int64_t end = std::min(columns_, first + top_columns_);
+      double& sum = sums[block];
       if (std::ranges::any_of(banned, [&](int64_t c) { return c >= first && c < end; })) {
         for (int64_t c = first; c < end; ++c)
-          if (!is_banned(c)) sum += weight(c);
+          if (!contains(banned, c)) sum += weight_of(static_cast<double>(scores[c]), top, exponent);
       } else {
         for_type("LogProbs", scores_NV_, [&]<class T>(const LoopsOf<T>& table, T*) {
           using Sum = typename LoopsOf<T>::Sum;
@@ -1042,19 +1052,35 @@ Candidate LogProbs::draw(int64_t row, double exponent, std::span<const int64_t> 
                                                      static_cast<Sum>(exponent)));
         });
       }
-      total += sum;
     }
-    double left = number * total;
-    int64_t block = 0;
-    for (; block + 1 < blocks && left >= sums[static_cast<size_t>(block)]; ++block)
-      left -= sums[static_cast<size_t>(block)];
-    // Rounding may leave a last trace: then the last one is taken, of a block that has any.
-    while (block > 0 && sums[static_cast<size_t>(block)] == 0) --block;
-    int64_t drawn = likeliest.front().column;
-    for (int64_t c = block * top_columns_; c < end_of(block); ++c) {
-      if (is_banned(c)) continue;
+  });
+  return sums;
+}
+
+double LogProbs::sum_of_weights(int64_t row, double exponent,
+                                std::span<const int64_t> banned) const {
+  const double top = likeliest(row, banned).log_prob + log_sums_[static_cast<size_t>(row)];
+  const auto sums = block_weights(row, top, exponent, banned);
+  return std::accumulate(sums.begin(), sums.end(), 0.0);
+}
+
+Candidate LogProbs::draw(int64_t row, double exponent, std::span<const int64_t> banned,
+                         double number) const {
+  const Candidate first_choice = likeliest(row, banned);
+  const double log_sum = log_sums_[static_cast<size_t>(row)], top = first_choice.log_prob + log_sum;
+  const auto sums = block_weights(row, top, exponent, banned);
+  double left = number * std::accumulate(sums.begin(), sums.end(), 0.0);
+  size_t block = 0;
+  for (; block + 1 < sums.size() && left >= sums[block]; ++block) left -= sums[block];
+  // Rounding may leave a last trace: then the last one is taken, of a block that has any.
+  while (block > 0 && sums[block] == 0) --block;
+  const int64_t first = static_cast<int64_t>(block) * top_columns_;
+  return with_row(row, [&](const auto& scores, const auto*) {
+    int64_t drawn = first_choice.column;
+    for (int64_t c = first; c < std::min(columns_, first + top_columns_); ++c) {
+      if (contains(banned, c)) continue;
       drawn = c;
-      left -= weight(c);
+      left -= weight_of(static_cast<double>(scores[c]), top, exponent);
       if (left < 0) break;
     }
     return Candidate{drawn, static_cast<double>(scores[drawn]) - log_sum};

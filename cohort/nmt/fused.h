@@ -245,10 +245,11 @@ struct Questions {
 /// Threads: one.
 class LogProbs {
  public:
-  /// scores_NV in the compute type.
+  /// scores_NV in the compute type. Unless `with_sums`, `log_prob` is the score itself, where the answers come from the CPU.
   /// Errors: c10::Error if a row holds what is not finite.
   explicit LogProbs(const at::Tensor& scores_NV,
-                    const std::optional<Questions>& questions = std::nullopt);
+                    const std::optional<Questions>& questions = std::nullopt,
+                    bool with_sums = true);
 
   /// Scores of an 8-bit product. If these have no sums, `log_prob` is the score itself.
   explicit LogProbs(const Int8Scores& scores);
@@ -256,7 +257,8 @@ class LogProbs {
   /// Row n has only the columns `columns[n]`, which here are 0, 1, ... in that order, of scores in blocks of as many columns each.
   /// For scores on the CPU. Its answers depend on these scores alone.
   /// Errors: as above.
-  LogProbs(std::span<const at::Tensor> blocks, std::span<const std::span<const int32_t>> columns);
+  LogProbs(std::span<const at::Tensor> blocks, std::span<const std::span<const int32_t>> columns,
+           bool with_sums = true);
 
   double at(int64_t row, int64_t column) const;
   /// The `count` columns with the greatest values, the greatest first and equal ones in order;
@@ -268,13 +270,22 @@ class LogProbs {
   /// Errors: c10::Error if all are banned.
   Candidate draw(int64_t row, double exponent, std::span<const int64_t> banned,
                  double number) const;
+  /// The likeliest column but for the `banned`.
+  /// Errors: c10::Error if all are banned.
+  Candidate likeliest(int64_t row, std::span<const int64_t> banned) const;
+  /// The sum of (p / likeliest p)^exponent over all columns but the `banned`, by which `draw` draws, without a list of them.
+  /// Not where `draw` is not.
+  double sum_of_weights(int64_t row, double exponent, std::span<const int64_t> banned) const;
   /// All columns but the `banned`, in order. Not where `draw` is not.
   std::vector<Candidate> all(int64_t row, std::span<const int64_t> banned) const;
 
  private:
-  void read_all(const at::Tensor& scores_NV);
+  void read_all(const at::Tensor& scores_NV, bool with_sums);
   int64_t columns_of(int64_t row) const;
   void check_finite() const;
+  // Of each block the sum over all columns but the `banned` of exp((score - top) * exponent).
+  std::vector<double> block_weights(int64_t row, double top, double exponent,
+                                    std::span<const int64_t> banned) const;
   // Calls body(the row's scores by column, the greatest of its blocks).
   template <class Body>
   auto with_row(int64_t row, Body body) const;

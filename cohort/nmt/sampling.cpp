@@ -55,23 +55,22 @@ constexpr double kGreatestExponent = 1e30;
 
 Candidate draw(const LogProbs& log_probs, int64_t row, const SamplingOptions& options,
                std::span<const int64_t> banned, double number) {
-  if (options.topk == 0 && options.topp == 1)
-    return log_probs.draw(row, std::min(1 / options.temperature, kGreatestExponent), banned,
-                          number);
-  const auto likeliest = log_probs.greatest(row, 1, banned);
-  TORCH_CHECK(!likeliest.empty(), "sampling: no token is left to draw from");
+  const double exponent = std::min(1 / options.temperature, kGreatestExponent);
+  if (options.topk == 0 && options.topp == 1) return log_probs.draw(row, exponent, banned, number);
+  const Candidate likeliest = log_probs.likeliest(row, banned);
   // Relative to the likeliest one's, so that a low temperature leaves it in float64's range.
   const auto weight = [&](const Candidate& c) {
-    return std::exp((c.log_prob - likeliest.front().log_prob) / options.temperature);
+    return std::exp((c.log_prob - likeliest.log_prob) / options.temperature);
   };
   const auto total = [&](const std::vector<Candidate>& candidates) {
     double sum = 0;
     for (const Candidate& c : candidates) sum += weight(c);
     return sum;
   };
-  auto candidates =
-      options.topk > 0 ? log_probs.greatest(row, options.topk, banned) : log_probs.all(row, banned);
-  double sum = total(candidates);
+  std::vector<Candidate> candidates;
+  if (options.topk > 0) candidates = log_probs.greatest(row, options.topk, banned);
+  double sum =
+      options.topk > 0 ? total(candidates) : log_probs.sum_of_weights(row, exponent, banned);
   if (options.topp < 1) {
     candidates = nucleus(log_probs, row, sum, options.topp, banned, weight);
     sum = total(candidates);

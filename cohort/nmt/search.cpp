@@ -125,7 +125,7 @@ class Search {
     std::vector<std::span<const int32_t>> columns;
     for (const Sentence& sentence : sentences_)
       columns.insert(columns.end(), sentence.beam.size(), sentence.columns);
-    return {model_->decode_step(last_N_, state_, *chosen_), columns};
+    return {model_->decode_step(last_N_, state_, *chosen_), columns, needs_log_sums()};
   }
 
   void step() {

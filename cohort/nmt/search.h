@@ -24,8 +24,8 @@ struct SearchOptions {
   double max_length_factor = 3;  ///< At most this times the source's tokens, plus 10 ...
   int64_t max_length = 256;      ///< ... and at most so many tokens, the end id not counted.
   int64_t min_length = 0;        ///< At least so many, as far as that and the candidates allow.
-  /// false: nobody asks for the hypotheses' log_prob and score, which greedy search of an int8 model then leaves without
-  /// meaning. It is a little faster.
+  /// false: nobody asks for the hypotheses' log_prob and score, which greedy search then leaves without meaning. It is a little
+  /// faster.
   bool scores = true;
   SamplingOptions sampling;
   /// Unless null, a translation has only its sentence's candidates, and their probabilities add up to 1. On the CPU, for a whole

@@ -743,7 +743,7 @@ LogProbs TransformerImpl::decode_log_probs(const at::Tensor& last_N, DecoderStat
     timed.reset();
     return LogProbs(scores);
   }
-  return LogProbs(all_scores(states), questions);
+  return LogProbs(all_scores(states), questions, with_sums);
 }
 
 at::Tensor TransformerImpl::next_states(const at::Tensor& last_N, DecoderState& state) {

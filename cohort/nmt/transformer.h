@@ -304,8 +304,8 @@ class TransformerImpl : public torch::nn::Module {
   ///           far as the device's products round otherwise when they have other rows.
   /// Errors:   c10::ValueError for tokens elsewhere, or not one for each translation.
   at::Tensor decode_step(const at::Tensor& last_N, DecoderState& state);
-  /// The logarithms of the probabilities that those scores give. In an int8 model their sums may be left out:
-  /// then LogProbs has the scores themselves.
+  /// The logarithms of the probabilities that those scores give. On the CPU their sums may be left out: then LogProbs has the
+  /// scores themselves.
   LogProbs decode_log_probs(const at::Tensor& last_N, DecoderState& state,
                             const std::optional<Questions>& questions = std::nullopt,
                             bool with_sums = true);

@@ -148,16 +148,20 @@ TEST(LogProbsTest, TheGreatestAreASortsFirst) {
     for (const int64_t columns : {4, 256, 3000}) {
       // Few different values: many are equal.
       const at::Tensor scores = at::randint(40, {2, columns}, at::kFloat).to(type) / 4;
-      const LogProbs log_probs(scores);
+      const LogProbs log_probs(scores), bare(scores, std::nullopt, /*with_sums=*/false);
       for (const int64_t count : {1, 2, 8, 13, 5000}) {
         auto expected = log_probs.all(1, banned);
         std::ranges::stable_sort(expected, std::greater{}, &Candidate::log_prob);
         expected.resize(std::min(expected.size(), static_cast<size_t>(count)));
         const auto found = log_probs.greatest(1, count, banned);
+        const auto same = bare.greatest(1, count, banned);
         ASSERT_EQ(found.size(), expected.size());
+        ASSERT_EQ(same.size(), expected.size());
         for (size_t i = 0; i < found.size(); ++i) {
           EXPECT_EQ(found[i].column, expected[i].column) << type << " " << columns << " " << count;
           EXPECT_EQ(found[i].log_prob, expected[i].log_prob);
+          EXPECT_EQ(same[i].column, expected[i].column);
+          EXPECT_EQ(same[i].log_prob, scores[1][same[i].column].item<double>());
         }
       }
     }
@@ -170,7 +174,8 @@ TEST(LogProbsTest, ScoresThatAreNotFiniteAreRefused) {
                              -std::numeric_limits<double>::infinity()}) {
       at::Tensor scores = at::randn({3, 600}).to(type);
       scores[1][511] = bad;
-      EXPECT_THROW(LogProbs{scores}, c10::Error);
+      for (const bool with_sums : {true, false})
+        EXPECT_THROW(LogProbs(scores, std::nullopt, with_sums), c10::Error) << with_sums;
     }
   }
 }

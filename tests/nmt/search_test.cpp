@@ -360,6 +360,11 @@ TEST(SamplingTest, ANumberDrawsTheColumnWhoseShareItFallsInto) {
       std::vector<double> reached{0};
       for (const Candidate& c : all)
         reached.push_back(reached.back() + std::exp(c.log_prob / temperature));
+      const double top = log_probs.likeliest(1, banned).log_prob;
+      const double sum = reached.back() * std::exp(-top / temperature);
+      // As below, relative to the sum.
+      EXPECT_NEAR(log_probs.sum_of_weights(1, 1 / temperature, banned), sum,
+                  sum * (3 * 60 + 4 + 256) * 0x1p-24);
       for (int64_t i = 0; i < 2000; ++i) {
         const double number = sampling_number(3, 0, 0, i);
         const Candidate found = draw(log_probs, 1, {.temperature = temperature}, banned, number);
@@ -387,6 +392,22 @@ TEST(SamplingTest, TheLikeliestOfOneIsGreedySearch) {
   for (size_t i = 0; i < expected.size(); ++i) {
     EXPECT_EQ(found[i][0].tokens, expected[i][0].tokens);
     EXPECT_EQ(found[i][0].log_prob, expected[i][0].log_prob);
+  }
+}
+
+TEST(SearchTest, GreedySearchWithoutScoresFindsTheSameTokens) {
+  for (const Precision precision : {Precision::kFloat32, Precision::kBFloat16}) {
+    torch::manual_seed(7);
+    Transformer model(test::tiny_options(), precision);
+    const auto batch = test::make_test_batch(make_sources());
+    const SearchOptions scored{.max_length = 9};
+    SearchOptions bare = scored;
+    bare.scores = false;
+    const auto expected = search(model, batch.source_BS, batch.source_lengths_B, scored);
+    const auto found = search(model, batch.source_BS, batch.source_lengths_B, bare);
+    ASSERT_EQ(found.size(), expected.size());
+    for (size_t i = 0; i < expected.size(); ++i)
+      EXPECT_EQ(found[i].at(0).tokens, expected[i].at(0).tokens);
   }
 }
 

@@ -419,28 +419,27 @@ void attend(const T* query, const T* const* rows, int64_t count, HeadShape shape
 }
 
 template <class T>
-double log_sum_exp(const T* row, int64_t columns, typename Math<T>::Acc* tops) {
+double log_sum_exp(const T* row, int64_t columns, bool with_sum, typename Math<T>::Acc* tops) {
   using M = Math<T>;
   using Acc = typename M::Acc;
   Acc top = M::load(row[0]);
+  // Infinity downwards leaves no trace in sums and tops. Its product with 0 is NaN.
+  Acc sum = 0;
   for (int64_t first = 0; first < columns; first += kTopColumns) {
     const int64_t end = first + kTopColumns < columns ? first + kTopColumns : columns;
     Acc highest = M::load(row[first]);
-#pragma omp simd reduction(max : highest)
+#pragma omp simd reduction(max : highest) reduction(+ : sum)
     for (int64_t c = first; c < end; ++c) {
       const Acc value = M::load(row[c]);
       highest = value > highest ? value : highest;
+      sum += value * 0;
     }
     tops[first / kTopColumns] = highest;
     top = highest > top ? highest : top;
   }
-  // Infinity downwards leaves no trace in the sum. Its product with 0 is NaN.
-  Acc sum = 0;
+  if (!with_sum) return static_cast<double>(sum);
 #pragma omp simd reduction(+ : sum)
-  for (int64_t c = 0; c < columns; ++c) {
-    const Acc value = M::load(row[c]);
-    sum += exponential(value - top) + value * 0;
-  }
+  for (int64_t c = 0; c < columns; ++c) sum += exponential(M::load(row[c]) - top);
   return logarithm(static_cast<double>(sum)) + static_cast<double>(top);
 }
 

@@ -167,9 +167,9 @@ struct LoopsOf {
   /// operands alone: not of how many queries there are, nor of where their rows lie.
   void (*attend)(const T* query, const T* const* rows, int64_t count, HeadShape shape, Sum* scratch,
                  T* out);
-  /// Returns log(sum of exp(row)) over C columns, not finite if any of them is not;
+  /// Returns log(sum of exp(row)) over C columns or, unless `with_sum`, 0; NaN or infinity if any of them is not finite.
   /// tops[i] becomes the greatest of columns [i, i + 1) * kTopColumns.
-  double (*log_sum_exp)(const T* row, int64_t columns, Sum* tops);
+  double (*log_sum_exp)(const T* row, int64_t columns, bool with_sum, Sum* tops);
   /// Returns the sum of exp(factor * (x[i] - top)); no x[i] is above `top`.
   Sum (*sum_of_exp)(const T* x, int64_t n, Sum top, Sum factor);
 };
