@@ -26,6 +26,7 @@ struct BackendRequest {
   std::string interface;  ///< Network interface to use instead, such as "eth0"; empty: none chosen.
   /// By rank: ranks of equal text can share memory; those of an empty one cannot.
   std::vector<std::string> memory;
+  int ranks_of_host = 1;  ///< Number of ranks that the job, not this group, has on this host.
 };
 
 /// A backend: which tensors it serves, and how to connect one.
@@ -65,7 +66,7 @@ void register_backend(const std::string& name, BackendPlugin plugin);
 const BackendPlugin& find_backend(const std::string& name);
 
 /// Version of BackendRequest and BackendAbi; a plug-in of another one is refused.
-inline constexpr int kBackendAbiVersion = 2;
+inline constexpr int kBackendAbiVersion = 3;
 
 /// What a shared object says about its backend. The first two fields never move.
 ///

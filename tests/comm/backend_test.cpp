@@ -142,7 +142,7 @@ TEST_F(BackendTest, AFileThatDoesNotFitIsNamedWithItsVersions) {
   };
   EXPECT_EQ(error_of("bad_version"),
             file("bad_version") +
-                " was built for version 43 of Cohort's backend interface: expected version 2");
+                " was built for version 44 of Cohort's backend interface: expected version 3");
   EXPECT_EQ(
       error_of("bad_libtorch"),
       file("bad_libtorch") + " was built for libtorch 1.13.1: expected libtorch " TORCH_VERSION);

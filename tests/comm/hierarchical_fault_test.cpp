@@ -186,6 +186,22 @@ TEST(HierarchicalFaultTest, TwoHostsOnACable) {
     EXPECT_GE(sent, x.nbytes());
     EXPECT_LT(sent,
               1.1 * static_cast<double>(x.nbytes()));  // 66 bytes of headers a packet of 1,514
+    // Sums whose bits depend on the order: inside the hosts, then between them.
+    const auto term = [](int rank) {
+      at::manual_seed(static_cast<uint64_t>(rank) + 1);
+      return at::randn({100003});
+    };
+    const at::Tensor own = term(group.rank());
+    const at::Tensor sum = (term(0) + term(1)) + (term(2) + term(3));
+    ASSERT_FALSE(at::equal(sum, ((term(0) + term(1)) + term(2)) + term(3)));
+    EXPECT_TRUE(at::equal(group.all_reduce(own.clone()), sum));
+    at::Tensor part = at::empty_like(own);
+    group.reduce_scatter(part, at::cat({own, own, own, own}));
+    EXPECT_TRUE(at::equal(part, sum));
+    at::Tensor all = at::empty({4 * own.numel()});
+    group.all_gather_into(all, own);
+    EXPECT_TRUE(at::equal(all, at::cat({term(0), term(1), term(2), term(3)})));
+    EXPECT_TRUE(at::equal(group.broadcast(own.clone(), 2), term(2)));
   };
   if (std::getenv("COHORT_TEST_RANK") != nullptr) test::ranks(4, body, {.backend = "auto"});
   const test::Namespaces hosts(2);

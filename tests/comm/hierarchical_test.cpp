@@ -13,6 +13,7 @@
 
 #include "bench/collective_traffic.h"
 #include "bench/sent_bytes.h"
+#include "tests/support/coalesced.h"
 #include "tests/support/hosts.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
@@ -209,6 +210,11 @@ TEST(HierarchicalTest, EveryReductionOfC10d) {
     EXPECT_TRUE(at::equal(several[0], at::full({5}, 6.0)));
     EXPECT_TRUE(at::equal(several[1], at::full({5}, 6, at::kLong)));
   });
+}
+
+TEST(HierarchicalTest, CoalescedFormsAreTheirOperations) {
+  hierarchical_ranks({"a", "b", "a"},
+                     [](const ProcessGroup& group) { test::expect_coalesced_forms(group); });
 }
 
 // Products and minima of every small type, of more than a piece: 1 MiB of one byte each, and some.

@@ -346,7 +346,7 @@ TEST(ShmArenaTest, ManyGroupsShareAsLongAsThereAreAddresses) {
 }
 
 TEST(ShmArenaFaultTest, ARankThatIsKilledWhileAllSumInPlaceIsNamedSoon) {
-  test::expect_named_within(2000, [] {
+  test::expect_named_within(500, [] {
     const auto ends = test::run_ranks(
         3,
         [](const ProcessGroup& group) {

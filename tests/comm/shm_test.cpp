@@ -22,6 +22,7 @@
 #include "cohort/comm/backends/shm/shared_memory.h"
 #include "cohort/comm/process_group.h"
 
+#include "tests/support/coalesced.h"
 #include "tests/support/eventually.h"
 #include "tests/support/hosts.h"
 #include "tests/support/message_of.h"
@@ -139,6 +140,10 @@ TEST(ShmTest, EveryReductionOfC10d) {
     EXPECT_TRUE(at::equal(several[0], at::full({5}, 6.0)));
     EXPECT_TRUE(at::equal(several[1], at::full({5}, 6, at::kLong)));
   });
+}
+
+TEST(ShmTest, CoalescedFormsAreTheirOperations) {
+  shm_ranks(3, [](const ProcessGroup& group) { test::expect_coalesced_forms(group); });
 }
 
 // Each rank has other rows, one none.
@@ -319,7 +324,7 @@ TEST(ShmFaultTest, MessagesOfARankThatEnds) {
 
 // In the middle of moving data, again and again at another place.
 TEST(ShmFaultTest, ARankThatIsKilledWhileDataMoveIsNamedSoon) {
-  test::expect_named_within(2000, [] {
+  test::expect_named_within(500, [] {
     const auto ends = test::run_ranks(
         3,
         [](const ProcessGroup& group) {
@@ -407,7 +412,7 @@ TEST(ShmFaultTest, OneStoppedRankOfFourIsTheOnlyOneLost) {
 
 // Without comparing names: what ranks are about to do lies beside their data.
 TEST(ShmFaultTest, CallsThatDifferEndAtOnceWithoutComparing) {
-  test::expect_named_within(2000, [] {
+  test::expect_named_within(500, [] {
     auto ends = test::run_ranks(2,
                                 [](const ProcessGroup& group) {
                                   try {
@@ -498,6 +503,21 @@ TEST(ShmTest, AutoSaysWhyARankSharesNoMemory) {
         << output;
     EXPECT_EQ(output.find("KiB, got 1024 KiB") != std::string::npos, rank == 1) << output;
   }
+}
+
+TEST(ShmTest, ALimitOfFileSizesIsRefusedByName) {
+  const auto ends = test::run_ranks(
+      1,
+      [](const ProcessGroup& group) {
+        const rlimit limit{.rlim_cur = 1 << 20, .rlim_max = 1 << 20};
+        ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
+        EXPECT_EQ(test::message_of<ConfigError>([&] {
+                    group.subgroup({0}, "shared", {.backend = "shm"});
+                  }).find("backend shm: expected a limit of file sizes (ulimit -f) of at least "),
+                  0U);
+      },
+      {.backend = "gloo"});
+  EXPECT_EQ(ends[0].exit_code, 0) << ends[0].output;
 }
 
 TEST(ShmTest, RanksOfSeveralHostsAreRefusedByName) {

@@ -85,13 +85,33 @@ void exchange_all(SharedExchange& exchange, int rank, int world_size) {
   }
 }
 
+cpu_set_t cores(std::initializer_list<int> numbers) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int number : numbers) CPU_SET(number, &set);
+  return set;
+}
+
+// Ranks spin if they have a core each: of other groups, too, unless each has its own.
+TEST(ShmThreadsTest, RanksThatShareCoresHaveNoneEach) {
+  const cpu_set_t both = cores({0, 1});
+  EXPECT_TRUE(has_core_each({both, both}, 2));
+  EXPECT_FALSE(has_core_each({both, both}, 4));
+  EXPECT_FALSE(has_core_each({both, both, both}, 3));
+  EXPECT_TRUE(has_core_each({cores({0}), cores({1})}, 2));
+  EXPECT_TRUE(has_core_each({cores({2}), cores({0})}, 4));
+  EXPECT_FALSE(has_core_each({cores({0}), cores({0})}, 2));
+  EXPECT_FALSE(has_core_each({cores({0, 1}), cores({1})}, 3));
+  EXPECT_FALSE(has_core_each({cores({}), cores({0})}, 2)) << "the system did not say";
+}
+
 TEST(ShmThreadsTest, OperationsFollowEachOtherWithoutARace) {
   for (const int world_size : {1, 2, 3, 4}) {
     const auto memory = zeros(SharedExchange::bytes_for(world_size));
     const std::vector<PeerProcess> peers(static_cast<size_t>(world_size));
     std::atomic<int> num_ready = 0;
     on_threads(world_size, [&](int rank) {
-      SharedExchange exchange(memory.get(), rank, peers, kNames, {});
+      SharedExchange exchange(memory.get(), rank, peers, kNames, {}, /*spins=*/world_size < 4);
       for (int round = 0; round < 3; ++round) exchange_all(exchange, rank, world_size);
       // A rank that leaves is an error to those that wait for it.
       for (++num_ready; num_ready < world_size;) std::this_thread::yield();
@@ -155,7 +175,8 @@ TEST(ShmThreadsTest, TensorsAreReadInPlaceWithoutARace) {
     std::atomic<int> num_ready = 0;
     on_threads(world_size, [&](int rank) {
       SharedExchange exchange(memory.get(), rank, peers, kNames,
-                              {.first = rooms.get(), .bytes_each = kRoomBytes});
+                              {.first = rooms.get(), .bytes_each = kRoomBytes},
+                              /*spins=*/world_size < 4);
       auto* room = rooms.get() + kRoomBytes * static_cast<size_t>(rank);
       exchange_in_place(exchange, rank, world_size, reinterpret_cast<float*>(room));
       for (++num_ready; num_ready < world_size;) std::this_thread::yield();
@@ -173,7 +194,7 @@ TEST(ShmThreadsTest, WhatWasReadWhileACallEndedIsNotTakenForGood) {
   for (int rank = 0; rank < 2; ++rank)
     exchanges.push_back(std::make_unique<SharedExchange>(
         memory.get(), rank, peers, kNames,
-        SharedExchange::Rooms{.first = rooms.get(), .bytes_each = kRoomBytes}));
+        SharedExchange::Rooms{.first = rooms.get(), .bytes_each = kRoomBytes}, /*spins=*/true));
   std::atomic<bool> gone = false;
   on_threads(2, [&](int rank) {
     const auto index = static_cast<size_t>(rank);
@@ -195,7 +216,7 @@ TEST(ShmThreadsTest, AnAbortEndsTheWaitOfAllRanks) {
   const std::vector<PeerProcess> peers(3);
   std::atomic<int> num_begun = 0, num_ended = 0;
   on_threads(3, [&](int rank) {
-    SharedExchange exchange(memory.get(), rank, peers, kNames, {});
+    SharedExchange exchange(memory.get(), rank, peers, kNames, {}, /*spins=*/true);
     if (rank == 2) {
       while (num_begun < 2) std::this_thread::yield();
       std::this_thread::sleep_for(std::chrono::milliseconds(50));  // Most likely they wait by now.

@@ -3,6 +3,7 @@
 
 #include <c10/util/Exception.h>
 #include <exception>
+#include <iterator>
 #include <utility>
 
 #include "cohort/base/error.h"
@@ -55,6 +56,46 @@ void QueuedBackend::run(const BackendCall& call) {
 void QueuedBackend::end_queue() {
   if (queue_.is_busy()) abort();
   queue_.end();
+}
+
+void QueuedBackend::check_as_many(size_t outputs, size_t inputs, const char* name) const {
+  TORCH_CHECK_VALUE(outputs == inputs && inputs > 0, getBackendName(), " ", name,
+                    ": expected as many outputs as inputs, got ", outputs, " and ", inputs);
+}
+
+QueuedBackend::WorkPtr QueuedBackend::allgather_coalesced(std::vector<Tensors>& outputs,
+                                                          Tensors& inputs,
+                                                          const c10d::AllgatherOptions& options) {
+  TORCH_CHECK_VALUE(std::ssize(outputs) == size_, getBackendName(),
+                    " allgather_coalesced: expected ", size_, " lists of outputs, got ",
+                    outputs.size());
+  for (const Tensors& of_rank : outputs)
+    check_as_many(of_rank.size(), inputs.size(), "allgather_coalesced");
+  WorkPtr last;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    std::vector<Tensors> list(1);
+    for (const Tensors& of_rank : outputs) list[0].push_back(of_rank[i]);
+    Tensors input{inputs[i]};
+    last = allgather(list, input, options);
+  }
+  return last;
+}
+
+QueuedBackend::WorkPtr QueuedBackend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  check_as_many(outputs.size(), inputs.size(), "allgather_into_tensor_coalesced");
+  WorkPtr last;
+  for (size_t i = 0; i < inputs.size(); ++i) last = _allgather_base(outputs[i], inputs[i], options);
+  return last;
+}
+
+QueuedBackend::WorkPtr QueuedBackend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+  check_as_many(outputs.size(), inputs.size(), "reduce_scatter_tensor_coalesced");
+  WorkPtr last;
+  for (size_t i = 0; i < inputs.size(); ++i)
+    last = _reduce_scatter_base(outputs[i], inputs[i], options);
+  return last;
 }
 
 int QueuedBackend::checked_rank(int64_t rank, const char* name) const {

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
 
 #include "cohort/comm/backends/backend_call.h"
 #include "cohort/comm/backends/work_queue.h"
@@ -30,6 +31,15 @@ class QueuedBackend : public c10d::Backend, public NumberedBackend {
   uint64_t getSequenceNumberForGroup() override;
   void number_next(uint32_t number) override;
 
+  /// Coalesced forms: an operation for each tensor, of which the last one's work is returned. Operations end in order.
+  using Tensors = std::vector<at::Tensor>;
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+
  protected:
   /// What a profiler's trace calls an operation.
   using TitleOf = const char* (*)(c10d::OpType);
@@ -52,6 +62,7 @@ class QueuedBackend : public c10d::Backend, public NumberedBackend {
   /// Prepares the call that runs next.
   virtual void begin(const BackendCall& call) = 0;
   void run(const BackendCall& call);
+  void check_as_many(size_t outputs, size_t inputs, const char* name) const;
 
   const TitleOf title_of_;
   std::atomic<std::chrono::milliseconds> timeout_;

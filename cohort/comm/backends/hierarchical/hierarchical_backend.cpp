@@ -239,15 +239,6 @@ WorkPtr HierarchicalBackend::allgather(std::vector<Tensors>& outputs, Tensors& i
   return launch(std::move(call));
 }
 
-WorkPtr HierarchicalBackend::allgather_into_tensor_coalesced(
-    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size() && !inputs.empty(),
-                    "hierarchical allgather: expected as many outputs as inputs");
-  WorkPtr last;
-  for (size_t i = 0; i < inputs.size(); ++i) last = _allgather_base(outputs[i], inputs[i], options);
-  return last;
-}
-
 WorkPtr HierarchicalBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                   const c10d::ReduceScatterOptions& options) {
   check_whole(input, output, size_, "_reduce_scatter_base");
@@ -274,16 +265,6 @@ WorkPtr HierarchicalBackend::reduce_scatter(Tensors& outputs, std::vector<Tensor
     scatter_reduced(to, flat_of(all), how);
   };
   return launch(std::move(call));
-}
-
-WorkPtr HierarchicalBackend::reduce_scatter_tensor_coalesced(
-    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size() && !inputs.empty(),
-                    "hierarchical reduce_scatter: expected as many outputs as inputs");
-  WorkPtr last;
-  for (size_t i = 0; i < inputs.size(); ++i)
-    last = _reduce_scatter_base(outputs[i], inputs[i], options);
-  return last;
 }
 
 WorkPtr HierarchicalBackend::barrier(const c10d::BarrierOptions& options) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/comm/backends/shm/rank_signals.h"
 
+#include <algorithm>
 #include <c10/util/Exception.h>
-#include <sched.h>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/headeronly/core/ScalarType.h>
@@ -22,12 +22,6 @@ void pause_core() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #endif
-}
-
-int usable_cores() {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  return sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
 }
 
 bool has_reached(uint32_t step, uint32_t wanted) {
@@ -51,13 +45,23 @@ std::string text_of_call(const SharedCall& call) {
 
 }  // namespace
 
+bool has_core_each(const std::vector<cpu_set_t>& cores, int ranks_of_host) {
+  cpu_set_t all;
+  CPU_ZERO(&all);
+  int sum = 0;
+  for (const cpu_set_t& own : cores) {
+    CPU_OR(&all, &all, &own);
+    sum += CPU_COUNT(&own);
+  }
+  const bool are_known =
+      std::ranges::none_of(cores, [](const cpu_set_t& own) { return CPU_COUNT(&own) == 0; });
+  const bool are_bound_apart = are_known && sum == CPU_COUNT(&all);
+  return are_bound_apart || ranks_of_host <= CPU_COUNT(&all);
+}
+
 RankSignals::RankSignals(RankLine* lines, int rank, const std::vector<PeerProcess>& peers,
-                         const std::vector<int>& names)
-    : lines_(lines),
-      rank_(rank),
-      peers_(peers),
-      names_(names),
-      spins_(std::ssize(peers_) <= usable_cores()) {}
+                         const std::vector<int>& names, bool spins)
+    : lines_(lines), rank_(rank), peers_(peers), names_(names), spins_(spins) {}
 
 RankSignals::~RankSignals() {
   lines_[rank_].left.store(1);

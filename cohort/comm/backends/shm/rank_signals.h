@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <sched.h>
 #include <string>
 #include <vector>
 
@@ -33,17 +34,21 @@ struct alignas(128) RankLine {
   uint64_t place;                  ///< Where its tensor lies (RankSignals::set_place).
 };
 
+/// Whether the ranks of a group can have a core each. `cores`: those that each of them may use; `ranks_of_host`: the number of
+/// ranks that the job has on this host, whatever their groups.
+bool has_core_each(const std::vector<cpu_set_t>& cores, int ranks_of_host);
+
 /// Steps that all ranks take together: a rank `arrive`s at step n once what others read of it
 /// there is in the memory, and `wait`s before it reads what is theirs.
 ///
-/// Waiting spins for some microseconds where every rank can have a core, then sleeps on a futex.
+/// Waiting may spin for some microseconds, then sleeps on a futex.
 /// Threads: one; `abort` any.
 class RankSignals {
  public:
   /// `lines`: one for each rank, zeros at first. `names`: what errors call the ranks, by rank. All
-  /// three outlive this object.
+  /// three outlive this object. `spins`: for ranks that have a core each.
   RankSignals(RankLine* lines, int rank, const std::vector<PeerProcess>& peers,
-              const std::vector<int>& names);
+              const std::vector<int>& names, bool spins);
   /// Peers that still wait for this rank end with an error.
   ~RankSignals();
   RankSignals(const RankSignals&) = delete;

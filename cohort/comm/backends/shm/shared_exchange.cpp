@@ -44,12 +44,12 @@ size_t SharedExchange::bytes_for(int world_size) {
 }
 
 SharedExchange::SharedExchange(std::byte* memory, int rank, const std::vector<PeerProcess>& peers,
-                               const std::vector<int>& names, Rooms rooms)
+                               const std::vector<int>& names, Rooms rooms, bool spins)
     : rank_(rank),
       slot_bytes_(kSlotBytes),
       passed_bytes_(kSlotBytes / peers.size() / kLine * kLine),
       slots_(memory + lines_bytes(static_cast<int>(peers.size()))),
-      signals_(reinterpret_cast<RankLine*>(memory), rank, peers, names),
+      signals_(reinterpret_cast<RankLine*>(memory), rank, peers, names, spins),
       rooms_(rooms),
       pieces_(signals_.size()),
       places_(signals_.size()) {}

@@ -41,9 +41,9 @@ class SharedExchange {
 
   /// Bytes of memory that `world_size` ranks need.
   static size_t bytes_for(int world_size);
-  /// `memory`: bytes_for() zeros. `names`: RankSignals'. All three outlive this object.
+  /// `memory`: bytes_for() zeros. `names`, `spins`: RankSignals'. The first three outlive this object.
   SharedExchange(std::byte* memory, int rank, const std::vector<PeerProcess>& peers,
-                 const std::vector<int>& names, Rooms rooms);
+                 const std::vector<int>& names, Rooms rooms, bool spins);
 
   void begin(const SharedCall& call, RankSignals::Deadline deadline) {
     signals_.begin(call, deadline);

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <numeric>
+#include <sched.h>
 #include <sstream>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -181,14 +182,23 @@ std::vector<int> numbers_of(const BackendRequest& request, std::vector<int> name
   return names;
 }
 
-// Makes `room_each` the least that a rank has.
+// None where the system does not say.
+cpu_set_t cores_of(pid_t process) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  if (sched_getaffinity(process, sizeof cores, &cores) != 0) CPU_ZERO(&cores);
+  return cores;
+}
+
+// Makes `room_each` the least that a rank has, and `spins` what a rank that waits may do.
 std::vector<PeerProcess> find_peers(const BackendRequest& request, const std::vector<int>& names,
                                     std::chrono::steady_clock::time_point deadline,
-                                    size_t& room_each) {
+                                    size_t& room_each, bool& spins) {
   const auto key = [](int rank) { return "process/" + std::to_string(rank); };
   request.store->set(key(request.rank), describe_self(room_each));
   const std::string own = own_host();
   std::vector<PeerProcess> peers;
+  std::vector<cpu_set_t> cores;
   for (int peer = 0; peer < request.world_size; ++peer) {
     request.store->wait({key(peer)}, time_left(deadline));
     std::istringstream text(request.store->get_to_str(key(peer)));
@@ -202,11 +212,13 @@ std::vector<PeerProcess> find_peers(const BackendRequest& request, const std::ve
       throw ConfigError("backend shm: expected all ranks on one host, rank " + name + " is on " +
                         host.substr(0, host.find('/')) + " or in other namespaces: use gloo");
     }
+    cores.push_back(cores_of(pid));
     peers.emplace_back(pid, started);
     if (!peers.back().is_watched())
       throw ConfigError("backend shm: expected pidfd_open (Linux 5.3) to watch rank " + name +
                         ": " + std::strerror(errno) + "; use gloo");
   }
+  spins = has_core_each(cores, request.ranks_of_host);
   return peers;
 }
 
@@ -265,14 +277,15 @@ ShmBackend::ShmBackend(const BackendRequest& request, std::vector<int> names,
     : QueuedBackend(request.rank, request.world_size, request.timeout, "cohort-shm", title_of),
       names_(numbers_of(request, std::move(names))),
       room_each_(room_of_each(request.world_size)),
-      peers_(find_peers(request, names_, deadline, room_each_)),
+      peers_(find_peers(request, names_, deadline, room_each_, spins_)),
       memory_(std::make_shared<const SharedMemory>(SharedMemory::share(
           *request.store, request.rank, request.world_size, own_bytes(request.world_size),
           time_left(deadline), room_each_ * static_cast<size_t>(request.world_size)))),
       arena_(make_arena(memory_, request.rank, request.world_size, room_each_)),
       exchange_(
           memory_->data(), request.rank, peers_, names_,
-          {.first = memory_->data() + own_bytes(request.world_size), .bytes_each = room_each_}),
+          {.first = memory_->data() + own_bytes(request.world_size), .bytes_each = room_each_},
+          spins_),
       mailbox_(memory_->data() + exchange_bytes(request.world_size), request.rank, peers_,
                [this] { exchange_.abort(); }) {
   init();
@@ -404,15 +417,6 @@ ShmBackend::WorkPtr ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& 
   return allgather(outputs, inputs, options);
 }
 
-ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(
-    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size() && !inputs.empty(),
-                    "shm allgather_into_tensor_coalesced: expected as many outputs as inputs");
-  WorkPtr last;
-  for (size_t i = 0; i < inputs.size(); ++i) last = _allgather_base(outputs[i], inputs[i], options);
-  return last;
-}
-
 ShmBackend::WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                        const c10d::GatherOptions& options) {
   const at::Tensor input = only_dense(inputs, "gather");
@@ -480,16 +484,6 @@ ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Ten
   std::vector<Tensors> inputs{equal_parts(input, size_, output, "_reduce_scatter_base")};
   Tensors outputs{output};
   return reduce_scatter(outputs, inputs, options);
-}
-
-ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(
-    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size() && !inputs.empty(),
-                    "shm reduce_scatter_tensor_coalesced: expected as many outputs as inputs");
-  WorkPtr last;
-  for (size_t i = 0; i < inputs.size(); ++i)
-    last = _reduce_scatter_base(outputs[i], inputs[i], options);
-  return last;
 }
 
 // Tensors of any length to every rank. Lengths go ahead: ranks compare them, and all must take as
@@ -638,6 +632,8 @@ c10::intrusive_ptr<c10d::Backend> make_shm_backend(const BackendRequest& request
     throw ConfigError("backend shm: expected at most " + std::to_string(kMostShmRanks) +
                       " ranks, got " + std::to_string(request.world_size));
   }
+  if (const std::string reason = why_no_memory_sharing(); !reason.empty())
+    throw ConfigError("backend shm: " + reason + "; use gloo");
   return c10::make_intrusive<ShmBackend>(request);
 }
 

@@ -60,8 +60,6 @@ class ShmBackend final : public QueuedBackend {
                     const c10d::AllgatherOptions& options) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& options) override;
-  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                          const c10d::AllgatherOptions& options) override;
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
                  const c10d::GatherOptions& options) override;
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -70,8 +68,6 @@ class ShmBackend final : public QueuedBackend {
                          const c10d::ReduceScatterOptions& options) override;
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& options) override;
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                          const c10d::ReduceScatterOptions& options) override;
   /// Splits count rows of the first dimension; both empty: equal shares.
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits,
@@ -97,6 +93,7 @@ class ShmBackend final : public QueuedBackend {
 
   const std::vector<int> names_;    // by rank
   size_t room_each_;                // bytes of addresses for the tensors of a rank, on all alike
+  bool spins_ = false;              // a rank that waits
   std::vector<PeerProcess> peers_;  // by rank
   const std::shared_ptr<const SharedMemory> memory_;
   const std::shared_ptr<Arena> arena_;  // may be none
