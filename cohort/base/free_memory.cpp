@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/base/free_memory.h"
 
+#include <algorithm>
 #include <cstddef>
+#include <fstream>
 #include <malloc.h>
+#include <unistd.h>
 
 // Only programs link jemalloc: without it this is null.
 extern "C" [[gnu::weak]] int mallctl(const char* name, void* old_value, size_t* old_size,
@@ -16,6 +19,23 @@ void release_free_memory() {
   } else {
     malloc_trim(0);
   }
+}
+
+int64_t private_resident_bytes() {
+  int64_t mapped = 0, resident = 0, shared = 0;
+  std::ifstream("/proc/self/statm") >> mapped >> resident >> shared;
+  return (resident - shared) * sysconf(_SC_PAGESIZE);
+}
+
+bool MemoryGrowth::has_grown(int64_t bytes) {
+  constexpr int64_t kLeast = int64_t{256} << 20;
+  if (first_ == 0) {
+    first_ = bytes;
+    return false;
+  }
+  if (bytes <= first_ + std::max(first_ / 4, kLeast)) return false;
+  restart();
+  return true;
 }
 
 }  // namespace cohort

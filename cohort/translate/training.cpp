@@ -98,7 +98,7 @@ void TrainingRun::check_goals() {
 }
 
 TrainingResult TrainingRun::loop() {
-  start_ = saved_ = released_ = Clock::now();
+  start_ = saved_ = Clock::now();
   try {
     run();
   } catch (const std::exception& error) {
@@ -251,10 +251,8 @@ bool TrainingRun::is_time_up() const {
 }
 
 // Batches of all lengths leave holes of all lengths.
-void TrainingRun::release_free_memory_sometimes() {
-  if (seconds_since(released_) < 30) return;
-  release_free_memory();
-  released_ = Clock::now();
+void TrainingRun::release_grown_memory() {
+  if (memory_growth_.has_grown(private_resident_bytes())) release_free_memory();
 }
 
 void TrainingRun::report_validation(const ValidScores& scores, double train_loss,
@@ -359,6 +357,7 @@ void TrainingRun::validate() {
                        evaluation.translations);
   }
   release_free_memory();  // translations of all lengths have left holes in it
+  memory_growth_.restart();
   group_.barrier("validation");
 }
 

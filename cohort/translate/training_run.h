@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "cohort/base/free_memory.h"
 #include "cohort/base/log.h"
 #include "cohort/base/stop_request.h"
 #include "cohort/data/token_batches.h"
@@ -77,7 +78,7 @@ class TrainingRun {
   Evaluation evaluate_valid_text();
   void report_validation(const ValidScores& scores, double train_loss, double tokens_per_s) const;
   void report_gpus(const std::vector<std::string>& gpu_use) const;
-  void release_free_memory_sometimes();
+  void release_grown_memory();
   bool is_valid_update() const;
   bool is_save_due() const;
   bool is_time_up() const;
@@ -118,7 +119,7 @@ class TrainingRun {
   Clock::time_point saved_;
   bool save_is_due_ = false;           // the same on all writers
   std::exception_ptr servers_failed_;  // what their last save threw
-  Clock::time_point released_;
+  MemoryGrowth memory_growth_;
 
   StepVotes own_;        // losses, tokens and speed that this rank has not sent yet
   double loss_sum_ = 0;  // of the last update

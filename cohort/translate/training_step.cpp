@@ -29,7 +29,7 @@ void TrainingRun::update(const Update& update, int64_t step, int64_t num_steps) 
   }
   const double update_seconds = seconds_since(start);
   state_.train_seconds += update_seconds;
-  release_free_memory_sometimes();
+  release_grown_memory();
   if (group_.rank() == 0) report_trained(own, step, num_steps, update_seconds);
 }
 
