@@ -25,7 +25,7 @@ class BenchComm {
   std::vector<std::string> backends_;  // empty: the group's own
   std::string operation_ = "all_reduce";
   int64_t min_bytes_ = int64_t{1} << 10;
-  int64_t max_bytes_ = int64_t{64} << 20;
+  int64_t max_bytes_ = int64_t{256} << 20;
   int64_t factor_ = 4;
   int rounds_ = 5;
   bool registered_ = false;

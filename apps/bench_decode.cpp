@@ -142,13 +142,13 @@ int BenchDecode::run() {
   }
   const DecodeProfile profile = measure(
       model, source, lengths, search, static_cast<size_t>(threads_), static_cast<size_t>(rounds_));
-  print(profile.seconds, static_cast<double>(threads_ * rows_ * output_tokens_) / profile.wall,
-        *model);
+  print(profile.seconds, profile.wall, *model);
   return kExitOk;
 }
 
-void BenchDecode::print(std::span<const double> seconds, double tokens_per_s,
+void BenchDecode::print(std::span<const double> seconds, double wall,
                         const nmt::TransformerImpl& model) const {
+  const double tokens_per_s = static_cast<double>(threads_ * rows_ * output_tokens_) / wall;
   const double total = std::accumulate(seconds.begin(), seconds.end(), 0.0);
   Console console(0);
   if (json_) {
@@ -165,6 +165,7 @@ void BenchDecode::print(std::span<const double> seconds, double tokens_per_s,
                                       {"params", nmt::count_parameters(model)},
                                       {"tokens_per_s", tokens_per_s},
                                       {"batch_ms", total * 1e3},
+                                      {"wall_ms", wall * 1e3},
                                       {"sections", sections}};
     console.print("%s\n", line.dump().c_str());
     return;

@@ -25,8 +25,7 @@ class BenchDecode {
 
  private:
   // `seconds`: of a batch, by section.
-  void print(std::span<const double> seconds, double tokens_per_s,
-             const nmt::TransformerImpl& model) const;
+  void print(std::span<const double> seconds, double wall, const nmt::TransformerImpl& model) const;
 
   CLI::App& command_;
   std::string model_dir_;  // empty: the preset with random weights

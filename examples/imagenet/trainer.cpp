@@ -149,9 +149,10 @@ Trainer::Trainer(const Options& options, const cohort::comm::ProcessGroup& group
   make_scaler();
   if (!options.resume.empty()) resume();
   console_.print(
-      "%s, %zu classes, %s; batch %lld on %s; learning rate %s; %s, %s\n", options.arch.c_str(),
+      "%s, %zu classes, %s; batch %lld on %s%s; learning rate %s; %s, %s\n", options.arch.c_str(),
       training_set_->classes().size(), counted(training_set_->size(), "picture").c_str(),
       static_cast<long long>(global_batch()), counted(group.size(), "rank").c_str(),
+      group.size() > 1 ? (" over " + group.backend()).c_str() : "",
       cohort::train::describe_learning_rate(options.lr, kBaseBatch, global_batch(), rule).c_str(),
       options.precision.c_str(), options_.channels_last ? "channels last" : "contiguous");
 }

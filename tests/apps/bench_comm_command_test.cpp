@@ -27,8 +27,17 @@ TEST(BenchCommTest, ARankAloneOnItsHostMeasuresRegisteredTensorsWithTheOthers) {
   EXPECT_EQ(ended.code, 0) << ended.output;
   std::vector<std::string> backends;
   std::istringstream lines(ended.output);
-  for (std::string line; std::getline(lines, line);)
-    if (line.starts_with("{")) backends.push_back(nlohmann::json::parse(line)["backend"]);
+  for (std::string line; std::getline(lines, line);) {
+    if (!line.starts_with("{")) continue;
+    const auto result = nlohmann::json::parse(line);
+    backends.push_back(result["backend"]);
+    const double rate = 4096 / result["us"].get<double>() * 1e-3;  // GB/s
+    EXPECT_NEAR(result["algbw_gb_per_s"].get<double>(), rate, 1e-9 * rate);
+    // Each rank sends and receives 2 (n - 1) / n of the bytes of an all_reduce.
+    EXPECT_NEAR(result["busbw_gb_per_s"].get<double>(), rate * 4 / 3, 1e-9 * rate);
+    EXPECT_LE(result["least_us"].get<double>(), result["us"].get<double>());
+    EXPECT_GT(result["cpu_us"].get<double>(), 0);
+  }
   EXPECT_EQ(backends, (std::vector<std::string>{"hierarchical", "hierarchical-registered", "gloo"}))
       << ended.output;
 }

@@ -227,7 +227,7 @@ TEST_F(ImagenetCommandTest, SpawnsItsOwnRanks) {
   const Ended ended = on_ranks(
       1, "run", "--epochs 1 --multiprocessing-distributed --nproc-per-node 2 --print-freq 1");
   EXPECT_EQ(ended.code, 0) << ended.output;
-  EXPECT_NE(ended.output.find("batch 12 on 2 ranks"), std::string::npos) << ended.output;
+  EXPECT_NE(ended.output.find("batch 12 on 2 ranks over shm;"), std::string::npos) << ended.output;
   EXPECT_EQ(history("run").size(), 1U);
   expect_refused(2, on_ranks(1, "run", "--multiprocessing-distributed"),
                  "expected --nproc-per-node");
@@ -451,7 +451,7 @@ TEST_F(ImagenetCommandTest, BatchSizePerRankIsTheGlobalOneDivided) {
   const Ended ended =
       shell(run + data + folder_ / "a" + " --batch-size-per-rank 6 --lr-rule linear");
   EXPECT_EQ(ended.code, 0) << ended.output;
-  EXPECT_NE(ended.output.find("batch 12 on 2 ranks; learning rate 0.1 x 12 / 256 = 0.0046875 "
+  EXPECT_NE(ended.output.find("batch 12 on 2 ranks over shm; learning rate 0.1 x 12 / 256 = 0.0046875 "
                               "(linear); float32, contiguous"),
             std::string::npos)
       << ended.output;
