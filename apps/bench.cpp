@@ -120,7 +120,9 @@ int run(int argc, char** argv) {
   number("--width", options.width, "Width of each layer");
   number("--batch", options.batch, "Rows per rank");
   number("--steps", options.steps, "Measured steps");
-  number("--warmup", options.warmup, "Warm-up steps, which are not measured");
+  ddp.add_option("--warmup", options.warmup, "Warm-up steps, which are not measured")
+      ->capture_default_str()
+      ->check(cohort::cli::zero_or_more());
   number("--bucket-cap-mb", options.ddp.bucket_cap_mb, "Largest size of a bucket, MiB");
   number("--first-bucket-mb", options.ddp.first_bucket_mb, "Size of the first bucket, MiB");
   ddp.add_option("--hook", options.hook, "Communication hook that averages a bucket")

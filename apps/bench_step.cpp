@@ -383,7 +383,9 @@ BenchStep::BenchStep(CLI::App& bench)
       ->capture_default_str();
   number("--words", words_, "Target tokens per rank and step, padded");
   number("--steps", steps_, "Measured steps");
-  number("--warmup", warmup_, "Warm-up steps, which are not measured");
+  command_.add_option("--warmup", warmup_, "Warm-up steps, which are not measured")
+      ->capture_default_str()
+      ->check(cli::zero_or_more());
   number("--rounds", rounds_, "Rounds of each limit, of which the median counts");
   command_.add_option("--seed", seed_, "Random seed of sentences, parameters and dropout")
       ->capture_default_str();

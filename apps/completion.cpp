@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <array>
+#include <csignal>
 #include <cstdio>
 #include <memory>
+#include <sys/wait.h>
 
 #include "cohort/base/error.h"
 
@@ -176,6 +178,12 @@ std::string kind_of(const FlagLine& line) {
   return line.value == "FILE" ? "file" : line.value == "FOLDER" ? "folder" : "none";
 }
 
+// Whether files complete an argument: a folder is reached through the folders above it.
+bool is_path(const FlagLine& positional) {
+  const std::string kind = kind_of(positional);
+  return kind == "file" || kind == "folder";
+}
+
 std::string bash_tables(const std::vector<Command>& commands) {
   std::string words = "_cohort_command() {\n  words='' flags=''\n  case $1 in\n";
   std::string values = "_cohort_flag() {\n  words=''\n  case $1 in\n";
@@ -183,7 +191,7 @@ std::string bash_tables(const std::vector<Command>& commands) {
     std::string below, flags;
     for (const FlagLine& line : command.commands) below += last_word(line.command) + " ";
     for (const FlagLine& line : command.positionals)
-      below += kind_of(line) == "file" ? "file" : replaced(line.words, ",", " ");
+      below += is_path(line) ? "file" : replaced(line.words, ",", " ");
     for (const FlagLine& line : command.flags) {
       std::string names;
       for (const std::string& name : split(line.names, ',')) {
@@ -233,9 +241,7 @@ std::string zsh_tables(const std::vector<Command>& commands) {
                 ") ;;\n";
     }
     words += ")\n";
-    const bool files = std::ranges::any_of(
-        command.positionals, [](const FlagLine& line) { return kind_of(line) == "file"; });
-    if (files) words += "      kind=file\n";
+    if (std::ranges::any_of(command.positionals, is_path)) words += "      kind=file\n";
     words += "      ;;\n";
   }
   return words + "  esac\n}\n" + values + "  esac\n}\n";
@@ -260,8 +266,7 @@ std::string fish_tables(const std::vector<Command>& commands) {
       text += here + " -a " + last_word(line.command) + about(line.description) + "\n";
     for (const FlagLine& line : command.positionals) {
       text += here +
-              (kind_of(line) == "file" ? " -F"
-                                       : " -a " + quoted(replaced(line.words, ",", " "), "fish")) +
+              (is_path(line) ? " -F" : " -a " + quoted(replaced(line.words, ",", " "), "fish")) +
               "\n";
     }
     for (const FlagLine& line : command.flags) {
@@ -296,7 +301,9 @@ std::string completion_script(const std::string& shell, const std::vector<FlagLi
 std::vector<FlagLine> flags_of_program(const std::filesystem::path& program) {
   const std::string command =
       quoted(program.string(), "sh") + " " + kListFlags + " </dev/null 2>/dev/null";
-  const std::unique_ptr<FILE, int (*)(FILE*)> pipe(::popen(command.c_str(), "r"), ::pclose);
+  // The parent process may have left it ignored: then the program's exit code is lost.
+  std::signal(SIGCHLD, SIG_DFL);
+  std::unique_ptr<FILE, int (*)(FILE*)> pipe(::popen(command.c_str(), "r"), ::pclose);
   std::string text;
   std::array<char, 4096> buffer{};
   while (pipe != nullptr) {
@@ -304,6 +311,13 @@ std::vector<FlagLine> flags_of_program(const std::filesystem::path& program) {
     if (count == 0) break;
     text.append(buffer.data(), count);
   }
+  // 126 and 127 are the shell's and the loader's codes, not those of a program that knows no such
+  // word.
+  const int status = pipe == nullptr ? -1 : ::pclose(pipe.release());
+  if (!WIFEXITED(status) || WEXITSTATUS(status) == 126 || WEXITSTATUS(status) == 127)
+    throw ConfigError(
+        program.string() +
+        ": expected a program that starts and tells its flags; run it to see why not");
   std::vector<FlagLine> lines;
   for (const std::string& line : split(text, '\n')) {
     if (const auto parsed = parse_flag_line(line)) lines.push_back(*parsed);

@@ -17,6 +17,7 @@ namespace cohort::cli {
 std::string completion_script(const std::string& shell, const std::vector<FlagLine>& lines);
 
 /// The commands and flags that `program` prints of itself; none if it does not know how.
+/// Errors: ConfigError if it cannot start.
 std::vector<FlagLine> flags_of_program(const std::filesystem::path& program);
 
 }  // namespace cohort::cli

@@ -17,6 +17,7 @@
 #include "cohort/base/log.h"
 #include "cohort/base/program.h"
 #include "cohort/base/stop_request.h"
+#include "cohort/cli/milliseconds.h"
 #include "cohort/cli/parse.h"
 #include "cohort/cli/security_flags.h"
 #include "cohort/ps/endpoints.h"
@@ -72,10 +73,6 @@ int64_t mebibytes(double number) {
   return std::llround(number * kMebibyte);
 }
 
-milliseconds seconds(double number) {
-  return milliseconds(std::llround(number * 1000));
-}
-
 void check_device(const std::string& device) {
   if (device == "host" || device == "cpu" || device == "cuda" || device.starts_with("cuda:"))
     return;
@@ -109,8 +106,8 @@ int serve(const CLI::App& app, ServerFlags flags) {
   options.make_block = blocks_on(flags.device);
   options.durability = levels.at(flags.durability);
   options.on_trainer_loss = losses.at(flags.on_trainer_loss);
-  options.trainer_timeout = seconds(flags.trainer_timeout_s);
-  options.evict_period = seconds(flags.evict_period_s);
+  options.trainer_timeout = to_milliseconds(flags.trainer_timeout_s);
+  options.evict_period = to_milliseconds(flags.evict_period_s);
   if (app.count("--snapshot-log") > 0 && options.durability == ps::Durability::kApplied)
     throw ConfigError(
         "--snapshot-log: expected --acknowledge logged or synced, for applied keeps no log");
@@ -232,7 +229,7 @@ void add_reliability_flags(CLI::App& server, ServerFlags& flags) {
                   "Time without a message after which a trainer is lost")
       ->type_name(kSeconds)
       ->capture_default_str()
-      ->check(above_zero())
+      ->check(time_limit())
       ->group(reliability);
   server
       .add_option("--snapshot-log", flags.snapshot_log_mib,
@@ -251,7 +248,7 @@ void add_reliability_flags(CLI::App& server, ServerFlags& flags) {
   server.add_option("--evict-period", flags.evict_period_s, "Time between evictions")
       ->type_name(kSeconds)
       ->capture_default_str()
-      ->check(above_zero())
+      ->check(time_limit())
       ->group(reliability);
 }
 

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <chrono>
 #include <cstdio>
+#include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -9,6 +12,7 @@
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
 #include "cohort/cli/counted.h"
+#include "cohort/cli/milliseconds.h"
 #include "cohort/cli/parse.h"
 #include "cohort/cli/security_flags.h"
 #include "cohort/ps/client/server_link.h"
@@ -39,7 +43,7 @@ void add_ask_flags(CLI::App& app, AskFlags& flags) {
   app.add_option("--timeout", flags.timeout_s, "Time to wait for a reply")
       ->type_name(kSeconds)
       ->capture_default_str()
-      ->check(above_zero());
+      ->check(time_limit());
   add_client_security_flags(app, flags.security);
 }
 
@@ -54,7 +58,7 @@ std::vector<std::string> endpoints_of(const AskFlags& flags) {
 }
 
 ps::Reply ask(const AskFlags& flags, const std::string& endpoint, int server, ps::Call call) {
-  const std::chrono::milliseconds timeout(static_cast<int64_t>(flags.timeout_s * 1000));
+  const std::chrono::milliseconds timeout = to_milliseconds(flags.timeout_s);
   ps::TimerThread timer;
   ps::ServerLink link(ps::make_rpc_channel({.endpoint = endpoint, .security = flags.security}),
                       {.server = server,
@@ -63,6 +67,31 @@ ps::Reply ask(const AskFlags& flags, const std::string& endpoint, int server, ps
                        .server_timeout = timeout},
                       timer);
   return link.call({.call = call});
+}
+
+// The server's number and endpoint, and its reply; nothing of a server that is silent.
+using TakeReply = std::function<void(int, const std::string&, const std::optional<ps::Reply>&)>;
+
+// One that is gone is no reason to leave out the others. Returns which were silent and why, or an
+// empty text.
+std::string ask_all(const AskFlags& flags, ps::Call call, const TakeReply& take) {
+  const auto endpoints = endpoints_of(flags);
+  size_t silent = 0;
+  std::string reasons;
+  for (size_t i = 0; i < endpoints.size(); ++i) {
+    const int server = static_cast<int>(i);
+    std::optional<ps::Reply> reply;
+    try {
+      reply = ask(flags, endpoints[i], server, call);
+    } catch (const c10::DistError& error) {
+      ++silent;
+      reasons += (reasons.empty() ? "" : "; ") + one_line(error);
+    }
+    take(server, endpoints[i], reply);
+  }
+  if (silent == 0) return "";
+  return std::to_string(silent) + " of " + counted(endpoints.size(), "server") + " did not reply" +
+         (call == ps::Call::kStop ? " and may still be running: " : ": ") + reasons;
 }
 
 void print_server(const json& status, const std::string& endpoint) {
@@ -109,38 +138,28 @@ void print_server(const json& status, const std::string& endpoint) {
 }
 
 int show_status(const AskFlags& flags) {
-  const auto endpoints = endpoints_of(flags);
   json all = json::array();
-  for (size_t i = 0; i < endpoints.size(); ++i) {
-    const json status =
-        json::parse(ask(flags, endpoints[i], static_cast<int>(i), ps::Call::kStatus).text);
-    if (flags.as_json) {
-      all.push_back(status);
-    } else {
-      print_server(status, endpoints[i]);
-    }
-  }
+  const std::string silence = ask_all(
+      flags, ps::Call::kStatus,
+      [&](int server, const std::string& endpoint, const std::optional<ps::Reply>& reply) {
+        if (flags.as_json) {
+          all.push_back(reply
+                            ? json::parse(reply->text)
+                            : json{{"server", server}, {"endpoint", endpoint}, {"no_reply", true}});
+        } else if (reply) {
+          print_server(json::parse(reply->text), endpoint);
+        } else {
+          std::printf("server %d at %s: no reply\n", server, endpoint.c_str());
+        }
+      });
   if (flags.as_json) std::printf("%s\n", all.dump(2).c_str());
+  if (!silence.empty()) C10_THROW_ERROR(DistError, silence);
   return kExitOk;
 }
 
-// One that is gone is no reason to leave the others running.
 int stop(const AskFlags& flags) {
-  const auto endpoints = endpoints_of(flags);
-  size_t silent = 0;
-  std::string reasons;
-  for (size_t i = 0; i < endpoints.size(); ++i) {
-    try {
-      ask(flags, endpoints[i], static_cast<int>(i), ps::Call::kStop);
-    } catch (const c10::DistError& error) {
-      ++silent;
-      reasons += (reasons.empty() ? "" : "; ") + one_line(error);
-    }
-  }
-  if (silent > 0)
-    C10_THROW_ERROR(DistError, std::to_string(silent) + " of " +
-                                   counted(endpoints.size(), "server") +
-                                   " did not reply and may still be running: " + reasons);
+  const std::string silence = ask_all(flags, ps::Call::kStop, [](auto&&...) {});
+  if (!silence.empty()) C10_THROW_ERROR(DistError, silence);
   return kExitOk;
 }
 

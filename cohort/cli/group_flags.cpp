@@ -22,11 +22,6 @@ const char* const kBackendText =
     "hierarchical or gloo among those of several; gloo for cuda is slow, but takes several ranks "
     "on one card)";
 
-CLI::Validator time_limit() {
-  return number_that([](double n) { return n > 0 && n < 1e7; },
-                     "seconds above 0 and below 10000000");
-}
-
 // A backend of another device would carry nothing, and the group's of CPU tensors everything.
 void check_backend(const std::string& name, at::Device device) {
   const c10::DeviceType served = comm::find_backend(name).device;

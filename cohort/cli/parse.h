@@ -43,6 +43,11 @@ inline CLI::Validator finite() {
 inline CLI::Validator whole_number() {
   return number_that(kWholeNumber);
 }
+/// Accepts seconds above 0 that to_milliseconds (milliseconds.h) takes.
+inline CLI::Validator time_limit() {
+  return number_that([](double n) { return n > 0 && n < 1e7; },
+                     "seconds above 0 and below 10000000");
+}
 
 /// Accepts one of `words`, and else names them; help lists and shells complete them.
 CLI::Validator one_of(const std::vector<std::string>& words);

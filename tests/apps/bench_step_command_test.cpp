@@ -63,6 +63,24 @@ TEST(BenchStepTest, EverySectionOfAStepIsSeen) {
   EXPECT_NEAR(flop("products_dx"), flop("products_forward"), 1e-9 * flop("products_forward"));
 }
 
+TEST(BenchStepTest, TheProcessorsTimeAndPageFaultsAreThoseOfTheStep) {
+  const json result = profile_of_ranks("2");
+  const json& processor = result["processor"];
+  EXPECT_GT(processor["user_ms"].get<double>(), 0);
+  EXPECT_GE(processor["sys_ms"].get<double>(), 0);
+  double faults = 0;
+  size_t sections = 0;
+  for (const auto& [name, section] : result["sections"].items()) {
+    if (!section.contains("page_faults")) continue;
+    EXPECT_GE(section["page_faults"].get<double>(), 0) << name;
+    faults += section["page_faults"].get<double>();
+    ++sections;
+  }
+  EXPECT_GT(sections, 0U);
+  // Those of the training thread are among those of the process.
+  EXPECT_LE(faults, processor["page_faults"].get<double>() * 1.05 + 20);
+}
+
 TEST(BenchStepTest, NoMoreCommunicationIsExposedThanThereIs) {
   const json two = profile_of_ranks("2")["communication"];
   EXPECT_GT(two["exposed_ms"].get<double>(), 0);
@@ -84,6 +102,16 @@ TEST(BenchStepTest, TheCommunicationAloneIsThatOfTheStepOverEachBackend) {
     // 7 MB in less than 10 us would be 700 GB/s.
     EXPECT_GT(communication["bare_ms"].get<double>(), 0.01) << backend;
   }
+}
+
+TEST(BenchStepTest, TheFirstStepMayBeMeasured) {
+  const json result = profile(bin("cohort-bench"), "--warmup 0");
+  EXPECT_EQ(result["steps"], 2);
+  EXPECT_GT(result["step_ms"].get<double>(), 0);
+  const Ended refused = shell(bin("cohort-bench") + " step --warmup -1");
+  EXPECT_EQ(refused.code, 2) << refused.output;
+  EXPECT_NE(refused.output.find("--warmup -1: expected 0 or more"), std::string::npos)
+      << refused.output;
 }
 
 TEST(BenchStepTest, RanksWithAnotherVocabularyAreRefusedInOneLine) {

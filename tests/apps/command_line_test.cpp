@@ -107,7 +107,7 @@ TEST(DispatchTest, AProgramThatIsNotBuiltIsNamedWithWhatBuildsIt) {
 // without an error.
 TEST(BackendFlagTest, ABackendOfAnotherDeviceIsRefused) {
   const std::string path = "COHORT_BACKEND_PATH=" + bin("../tests/plugins") + " ";
-  const std::string bench = " bench ddp --layers 1 --width 8 --batch 2 --steps 1 --warmup 1";
+  const std::string bench = " bench ddp --layers 1 --width 8 --batch 2 --steps 1 --warmup 0";
   const Ended refused = shell(path + bin("cohort") + bench + " --dist-backend hccl_meta");
   EXPECT_EQ(refused.code, 2) << refused.output;
   EXPECT_NE(refused.output.find(
@@ -345,7 +345,26 @@ TEST_F(CompletionTest, BashCompletesFilesAndFolders) {
   EXPECT_EQ(completed("cohort nmt train --model-dir " + path("ru")), Words{path("runs")});
   EXPECT_EQ(completed("cohort nmt train --model-dir " + path("val")), Words{""}) << "no folder";
   EXPECT_EQ(completed("cohort nmt bleu " + valid + ".e"), Words{valid + ".en"});
+  EXPECT_EQ(completed("cohort checkpoint inspect " + path("ru")), Words{path("runs")});
   EXPECT_EQ(completed("cohort run -- " + valid + ".e"), Words{valid + ".en"});
+}
+
+TEST_F(CompletionTest, AProgramThatCannotStartIsNamedAndAStrangerIsLeftOut) {
+  fs::copy(bin("cohort"), path("cohort"));
+  const auto add = [&](const std::string& name, const std::string& text) {
+    std::ofstream(path(name)) << text;
+    fs::permissions(path(name), fs::perms::owner_all);
+  };
+  add("cohort-stranger", "#!/bin/sh\necho 'what is __flags?'\nexit 2\n");
+  const Ended good = shell(path("cohort") + " completion bash");
+  EXPECT_EQ(good.code, 0) << good.output;
+  EXPECT_EQ(good.output.find("stranger"), std::string::npos) << good.output;
+  add("cohort-broken", "#!/no/such/interpreter\n");
+  const Ended broken = shell(path("cohort") + " completion bash");
+  EXPECT_EQ(broken.code, 2);
+  EXPECT_EQ(broken.output, "cohort: error: " + path("cohort-broken") +
+                               ": expected a program that starts and tells its flags; run it to "
+                               "see why not\n");
 }
 
 TEST_F(CompletionTest, EveryFlagOfEveryCommandIsThere) {
@@ -430,6 +449,7 @@ TEST_F(CompletionTest, ZshAndFishTakeTheirScriptsAndComplete) {
   EXPECT_NE(offered("cohort nmt train --pre", 4).find("--preset:Sizes"), std::string::npos);
   EXPECT_EQ(offered("cohort nmt train --preset ti", 5), "tiny\nsmall\nbase\nbig\n");
   EXPECT_EQ(offered("cohort nmt train --model-dir x", 5), "files -/\n");
+  EXPECT_EQ(offered("cohort checkpoint inspect x", 4), "files\n");
   fs::rename(zsh, path("_cohort"));
   EXPECT_EQ(
       shell("zsh -fc 'compadd() { shift; print -l -- $@ }; fpath=(" + folder_.string() +
@@ -448,6 +468,8 @@ TEST_F(CompletionTest, ZshAndFishTakeTheirScriptsAndComplete) {
   EXPECT_NE(fished("cohort nmt tra").find("translate\tTranslate lines"), std::string::npos);
   EXPECT_NE(fished("cohort nmt train --pres").find("--preset\tSizes"), std::string::npos);
   EXPECT_EQ(fished("cohort nmt train --preset ti"), "tiny\tSizes to start from\n");
+  fs::create_directory(path("runs"));
+  EXPECT_EQ(fished("cohort checkpoint inspect " + path("ru")), path("runs/") + "\n");
   expect_refused("completion", "completion");  // of cohort, not of cohort-nmt
   const Ended other = shell(bin("cohort") + " completion csh");
   EXPECT_EQ(other.code, 2);

@@ -202,6 +202,29 @@ TEST_F(PsCommandTest, PrometheusReadsItsFigures) {
   EXPECT_NE(ended.output.find("cohort_ps_trainer_pushes{trainer=\"0\"} "), std::string::npos);
 }
 
+TEST_F(PsCommandTest, StatusShowsAllThatAnswerAndNamesTheOthers) {
+  const std::string status =
+      bin("cohort") + " ps status --pservers 127.0.0.1:1,127.0.0.1:$PORT --timeout 5";
+  const Ended shown = with_server("--server-id 1 --servers 2", status);
+  EXPECT_EQ(shown.code, 3) << shown.output;
+  for (const char* part :
+       {"server 0 at 127.0.0.1:1: no reply\nserver 1 at 127.0.0.1:",
+        "cohort ps: error: 1 of 2 servers did not reply: server 0 (127.0.0.1:1): "})
+    EXPECT_NE(shown.output.find(part), std::string::npos) << part << "\n" << shown.output;
+
+  std::filesystem::remove_all(folder_ / "server");
+  std::filesystem::remove(folder_ / "port");
+  const Ended json =
+      with_server("--server-id 1 --servers 2", status + " --json 2>" + folder_ / "errors");
+  EXPECT_EQ(json.code, 3) << json.output;
+  const auto servers = nlohmann::json::parse(json.output, nullptr, /*allow_exceptions=*/false);
+  ASSERT_EQ(servers.size(), 2) << json.output;
+  EXPECT_EQ(servers.at(0),
+            (nlohmann::json{{"server", 0}, {"endpoint", "127.0.0.1:1"}, {"no_reply", true}}));
+  EXPECT_EQ(servers.at(1).at("server"), 1);
+  EXPECT_FALSE(servers.at(1).contains("no_reply"));
+}
+
 // One that is gone is no reason to leave the others running.
 TEST_F(PsCommandTest, StopEndsAllThatAnswerAndNamesTheOthers) {
   const Ended ended = with_server(
@@ -319,6 +342,11 @@ TEST_F(PsCommandTest, MistakesAreNamed) {
           "--snapshot-log: expected --acknowledge logged or synced, for applied keeps no log");
   refused("server --tls-trainer-names a --folder " + folder_ / "c",
           "--tls-trainer-names requires --tls-authority");
+  const std::string limits = ": expected seconds above 0 and below 10000000";
+  for (const std::string flag : {"--trainer-timeout 1e17", "--evict-period 1e17"})
+    refused("server " + flag + " --folder " + folder_ / "c", flag + limits);
+  for (const std::string command : {"status", "stop"})
+    refused(command + " --pservers 127.0.0.1:1 --timeout 1e17", "--timeout 1e17" + limits);
   const Ended role = shell(
       "PADDLE_TRAINING_ROLE=TRAINER PADDLE_PSERVERS_IP_PORT_LIST=127.0.0.1:7001 "
       "PADDLE_TRAINERS_NUM=1 PADDLE_TRAINER_ID=0 timeout 20 " +
