@@ -15,10 +15,11 @@ class Hosts:
 
     Congestion control is CUBIC, not the machine's default: BBR estimates a link from its delay, which is nearly zero between
     namespaces, and then pauses for milliseconds when a message exceeds its window.
+    `name`: tells apart those that one process has at a time.
     """
 
-    def __init__(self, count, rate):
-        prefix = f"cohort-{os.getpid()}"
+    def __init__(self, count, rate, name=""):
+        prefix = f"cohort-{os.getpid()}{name}"
         self.switch, self.spaces = f"{prefix}-s", [f"{prefix}-{i}" for i in range(count)]
         self.addresses = [f"10.78.0.{i + 1}" for i in range(count)]
         self.rate = rate
@@ -51,14 +52,22 @@ class Hosts:
         for space in [*self.spaces, self.switch]:
             subprocess.run(["ip", "netns", "del", space], check=False, stderr=subprocess.DEVNULL)
 
+    def plug(self, host, state):
+        """Puts a host's link "up" or "down" at the other end: as if its cable were pulled."""
+        subprocess.run(["ip", "-n", self.switch, "link", "set", f"p{host}", state], check=True)
+
+    def on(self, host, *program):
+        """The words that run `program` on a host."""
+        return ["ip", "netns", "exec", self.spaces[host], *map(str, program)]
+
     def run(self, *program, ranks=1, timeout=480):
         """Runs `program` as `ranks` ranks of each host; returns what rank 0 printed as lines of JSON."""
         nodes = []
         try:
-            for node, space in enumerate(self.spaces):
-                command = ["ip", "netns", "exec", space, COHORT, "run", "--nnodes", len(self.spaces), "--node-rank", node,
-                           "--nproc-per-node", ranks, "--master-addr", self.addresses[0], "--master-port", 29513, "--", *program]
-                nodes.append(subprocess.Popen(list(map(str, command)), cwd=record.ROOT, env=dict(os.environ, OMP_NUM_THREADS="1"),
+            for node in range(len(self.spaces)):
+                command = self.on(node, COHORT, "run", "--nnodes", len(self.spaces), "--node-rank", node, "--nproc-per-node", ranks,
+                                  "--master-addr", self.addresses[0], "--master-port", 29513, "--", *program)
+                nodes.append(subprocess.Popen(command, cwd=record.ROOT, env=dict(os.environ, OMP_NUM_THREADS="1"),
                                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
             outputs = [node.communicate(timeout=timeout) for node in nodes]
         finally:

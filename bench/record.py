@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -127,7 +128,7 @@ def resume(about, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if any(path.parent.iterdir()):
             sys.exit(f"{path}: expected this file beside what {path.parent} holds, to tell which code made it. Use another folder")
-        path.write_text(json.dumps(about))
+        keep(path, about)
         return about
     kept = json.loads(path.read_text())
     for name in ("measures", "settings"):
@@ -142,6 +143,13 @@ def finish(about, results):
     about["seconds"] = round(time.time() - about.pop("began"), 1)
     about["load_after"] = [round(load, 2) for load in os.getloadavg()]
     return {"measured": about, **results}
+
+
+def keep(path, value):
+    """Puts `value` as JSON in the place of what `path` holds: whole, even if this is cut off, for a later run resumes from it."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(value, indent=1) + "\n")
+    part.replace(path)
 
 
 def run_json(*command):
@@ -176,6 +184,13 @@ def faster_attention(step):
     """
     tried = {attention: step(attention)["tgt_tokens_per_s"] for attention in ("bmm", "sdpa")}
     return max(tried, key=tried.get), tried
+
+
+def free_port():
+    """A port of 127.0.0.1 on which nobody listened a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def end_all(launchers):

@@ -22,6 +22,9 @@ if [[ " ${libtorch_versions[*]} " != *" $libtorch_version "* ]]; then
   exit 2
 fi
 libtorch=$(realpath -ms "${COHORT_LIBTORCH:-$cache/libtorch-$libtorch_version/torch}")
+for folder in "$root" "$cache" "$libtorch"; do
+  [[ $folder != *[[:space:]]* ]] || { echo "${0##*/}: $folder: expected a path without spaces" >&2; exit 2; }
+done
 [[ -z ${COHORT_CACHE:-} ]] || export COHORT_CACHE=$cache
 [[ -z ${COHORT_LIBTORCH:-} ]] || export COHORT_LIBTORCH=$libtorch
 sentencepiece=$cache/sentencepiece-$sentencepiece_version

@@ -233,6 +233,12 @@ class CheckReadmeTest(unittest.TestCase):
         self.change("tests/consumer/CMakeLists.txt", r"cohort \d+\.\d+", "cohort 9.8")
         self.expect_fault("tests/consumer asks for cohort 9.8")
 
+    def test_a_page_says_another_version(self):
+        self.change("README.md", r"find_package\(cohort \d+\.\d+", "find_package(cohort 9.8")
+        self.change("docs/installation.md", r"cohort-\d+\.\d+\.\d+-linux", "cohort-9.8.7-linux")
+        self.expect_fault("README.md says find_package(cohort 9.8, CMakeLists.txt has version")
+        self.expect_fault("installation.md says cohort-9.8.7, CMakeLists.txt has version")
+
     def test_a_variable_that_is_not_listed(self):
         readers = {"cohort/base/env.cpp": '\nconst char* a = std::getenv("NAME");\n', "scripts/setup": "\necho ${NAME:-}\n",
                    "scripts/build": "\necho $NAME\n", "tests/survive/survive.py": '\nos.environ.get("NAME")\n',

@@ -25,7 +25,7 @@ class LintTest(unittest.TestCase):
         self.tree = pathlib.Path(folder.name).resolve()
         for name in ("scripts", "cohort", "apps", "examples", "tests", "bench", "docs", "build/release/Unity"):
             (self.tree / name).mkdir(parents=True)
-        for name in ("scripts/lint", "scripts/check-style", ".clang-format", ".clang-tidy", ".codespellrc"):
+        for name in ("scripts/lint", "scripts/paths.sh", "scripts/check-style", "CMakeLists.txt", ".clang-format", ".clang-tidy", ".codespellrc"):
             shutil.copy(SOURCE / name, self.tree / name)
         for name in ("README.md", "CONTRIBUTING.md", "scripts/dropped-words.txt"):
             self.write(name, "")
@@ -59,12 +59,13 @@ class LintTest(unittest.TestCase):
                                          f"-include /none/cmake_pch.hxx -o x.o -c {unit}"})
         self.write("build/release/compile_commands.json", json.dumps(self.commands))
 
-    def lint(self, *arguments):
-        done = subprocess.run([self.tree / "scripts/lint", *arguments], capture_output=True, text=True)
+    def lint(self, *arguments, **variables):
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("COHORT_LIBTORCH")}
+        done = subprocess.run([self.tree / "scripts/lint", *arguments], env=kept | variables, capture_output=True, text=True)
         return done.returncode, done.stdout + done.stderr
 
-    def expect(self, code, text, *arguments):
-        found, output = self.lint(*arguments)
+    def expect(self, code, text, *arguments, **variables):
+        found, output = self.lint(*arguments, **variables)
         self.assertEqual(found, code, output)
         self.assertIn(text, output)
         return output
@@ -126,6 +127,11 @@ class LintTest(unittest.TestCase):
         self.expect(1, "lint: git log --name-only --format=: fatal", "no_such_commit")
         (self.tree / "build/release/compile_commands.json").unlink()
         self.expect(1, "compile_commands.json is missing: run scripts/build")
+
+    def test_build_and_tools_are_where_the_other_scripts_have_them(self):
+        self.expect(1, f"{self.tree}/build/release-libtorch2.15.0/compile_commands.json is missing", COHORT_LIBTORCH_VERSION="2.15.0")
+        self.expect(1, f"{self.tree}/.cache/cohort/venv/bin/clang-tidy", COHORT_CACHE="", HOME=str(self.tree))
+        self.expect(2, "lint: libtorch 1.0: expected 2.11.0 or 2.15.0", COHORT_LIBTORCH_VERSION="1.0")
 
 
 if __name__ == "__main__":

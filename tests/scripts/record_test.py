@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -140,6 +141,16 @@ class RecordTest(unittest.TestCase):
         self.assertEqual(sorted(about["measures"]), ["bench/run", "cohort/a"])
         self.assertEqual(about["command"], "bench/run data 5")
 
+    def test_what_is_kept_is_whole_at_every_moment(self):
+        path = self.root / "kept.json"
+        record.keep(path, {"rounds": [1]})
+        with unittest.mock.patch.object(pathlib.Path, "replace", side_effect=KeyboardInterrupt), self.assertRaises(KeyboardInterrupt):
+            record.keep(path, {"rounds": [1, 2]})
+        self.assertEqual(json.loads(path.read_text()), {"rounds": [1]})
+        record.keep(path, {"rounds": [1, 2]})
+        self.assertEqual(json.loads(path.read_text()), {"rounds": [1, 2]})
+        self.assertEqual([each.name for each in self.root.glob("kept*")], ["kept.json"])
+
     def test_what_is_measured_must_be_there(self):
         with self.assertRaisesRegex(SystemExit, "cohort/absent: to be measured, and not there"):
             self.start("cohort/absent")
@@ -194,6 +205,10 @@ class SharedTest(unittest.TestCase):
         for faster, rates in (("sdpa", {"bmm": 10, "sdpa": 11}), ("bmm", {"bmm": 11, "sdpa": 10})):
             line = lambda attention: {"tgt_tokens_per_s": rates[attention]}
             self.assertEqual(record.faster_attention(line), (faster, rates))
+
+    def test_a_free_port_can_be_listened_on(self):
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", record.free_port()))
 
     def test_launchers_are_ended_and_those_that_ended_are_left_alone(self):
         loop = "while :; do sleep 0.05; done"
