@@ -451,9 +451,10 @@ TEST_F(ImagenetCommandTest, BatchSizePerRankIsTheGlobalOneDivided) {
   const Ended ended =
       shell(run + data + folder_ / "a" + " --batch-size-per-rank 6 --lr-rule linear");
   EXPECT_EQ(ended.code, 0) << ended.output;
-  EXPECT_NE(ended.output.find("batch 12 on 2 ranks over shm; learning rate 0.1 x 12 / 256 = 0.0046875 "
-                              "(linear); float32, contiguous"),
-            std::string::npos)
+  EXPECT_NE(
+      ended.output.find("batch 12 on 2 ranks over shm; learning rate 0.1 x 12 / 256 = 0.0046875 "
+                        "(linear); float32, contiguous"),
+      std::string::npos)
       << ended.output;
 }
 
