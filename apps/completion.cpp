@@ -300,7 +300,7 @@ std::string completion_script(const std::string& shell, const std::vector<FlagLi
 
 std::vector<FlagLine> flags_of_program(const std::filesystem::path& program) {
   const std::string command =
-      quoted(program.string(), "sh") + " " + kListFlags + " </dev/null 2>/dev/null";
+      "exec " + quoted(program.string(), "sh") + " " + kListFlags + " </dev/null 2>/dev/null";
   // The parent process may have left it ignored: then the program's exit code is lost.
   std::signal(SIGCHLD, SIG_DFL);
   std::unique_ptr<FILE, int (*)(FILE*)> pipe(::popen(command.c_str(), "r"), ::pclose);

@@ -29,11 +29,12 @@ int64_t private_resident_bytes() {
 
 bool MemoryGrowth::has_grown(int64_t bytes) {
   constexpr int64_t kLeast = int64_t{256} << 20;
-  if (first_ == 0) {
-    first_ = bytes;
+  if (steps_ < kFirstSteps) {
+    ++steps_;
+    most_ = std::max(most_, bytes);
     return false;
   }
-  if (bytes <= first_ + std::max(first_ / 4, kLeast)) return false;
+  if (bytes <= most_ + std::max(most_ / 4, kLeast)) return false;
   restart();
   return true;
 }

@@ -15,19 +15,21 @@ void release_free_memory();
 /// memory; 0 if the system does not say.
 int64_t private_resident_bytes();
 
-/// Whether a program that does the same again and again, with sizes that vary, has come to need so
-/// much more memory that holes must be the reason.
+/// Whether a program that does the same again and again, with sizes that vary, has come to keep so
+/// much more memory that it is worth releasing.
 class MemoryGrowth {
  public:
-  /// Call it once a step, at the same place, with private_resident_bytes(). The first step is what
-  /// later ones are compared with. True: a quarter more, and 256 MiB at least; then the next step
-  /// counts as the first.
+  /// Steps whose most memory is what later ones are compared with.
+  static constexpr int kFirstSteps = 10;
+  /// Call it once a step, at the same place, with private_resident_bytes(). True: a quarter more than
+  /// in the first steps, and 256 MiB at least; then the next steps count as the first.
   bool has_grown(int64_t bytes);
-  /// The next step counts as the first: memory was released in between.
-  void restart() { first_ = 0; }
+  /// The next steps count as the first: memory was released in between.
+  void restart() { *this = {}; }
 
  private:
-  int64_t first_ = 0;
+  int steps_ = 0;
+  int64_t most_ = 0;  // in the first steps
 };
 
 }  // namespace cohort

@@ -26,7 +26,8 @@ struct BackendRequest {
   std::string interface;  ///< Network interface to use instead, such as "eth0"; empty: none chosen.
   /// By rank: ranks of equal text can share memory; those of an empty one cannot.
   std::vector<std::string> memory;
-  int ranks_of_host = 1;  ///< Number of ranks that the job, not this group, has on this host.
+  /// Whether the group's ranks on this host can have a core each: a rank that waits may spin.
+  bool has_core_each = false;
 };
 
 /// A backend: which tensors it serves, and how to connect one.

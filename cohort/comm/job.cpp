@@ -83,6 +83,7 @@ void Job::join() {
     rendezvous.address = "127.0.0.1";
     rendezvous.hosts = {own_host()};
     rendezvous.memory_sharing = {memory_sharing()};
+    rendezvous.cores = {cores_of(getpid())};
   } else {
     rendezvous = join_rendezvous(info, {.timeout = options.rendezvous_timeout,
                                         .interface = options.interface,

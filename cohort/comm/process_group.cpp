@@ -126,7 +126,7 @@ void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, mi
         .address = job->rendezvous.address,
         .interface = job->rendezvous.interface,
         .memory = memory(),
-        .ranks_of_host = ranks_of_host()};
+        .has_core_each = has_core_each(job->rendezvous.cores, ranks)};
     auto made = make_backend(from, request);
     made->setTimeout(timeout);
     c10d_group->setBackend(device, backend_type(type), made);
@@ -405,11 +405,6 @@ std::vector<std::string> ProcessGroup::Impl::memory() const {
     memory.push_back(sharing.empty() ? "" : job->rendezvous.hosts[each] + " " + sharing);
   }
   return memory;
-}
-
-int ProcessGroup::Impl::ranks_of_host() const {
-  const auto& hosts = job->rendezvous.hosts;
-  return static_cast<int>(std::ranges::count(hosts, hosts[static_cast<size_t>(job->info.rank)]));
 }
 
 std::vector<std::string> ProcessGroup::Impl::hosts() const {

@@ -83,7 +83,6 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   int size() const { return static_cast<int>(ranks.size()); }
   std::vector<std::string> hosts() const;   // by rank of this group
   std::vector<std::string> memory() const;  // BackendRequest's
-  int ranks_of_host() const;                // likewise
   std::string cpu_backend() const;          // that "auto" means for CPU tensors
   TraceRecord record(const Call& call) const;
   void check_open() const;  // c10::ValueError once `close` has run

@@ -301,6 +301,25 @@ std::string own_host() {
   return Member::self().named_host();
 }
 
+cpu_set_t cores_of(pid_t process) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  if (sched_getaffinity(process, sizeof cores, &cores) != 0) CPU_ZERO(&cores);
+  return cores;
+}
+
+bool has_core_each(const std::vector<cpu_set_t>& cores, const std::vector<int>& ranks) {
+  cpu_set_t theirs;
+  CPU_ZERO(&theirs);
+  for (const int rank : ranks) CPU_OR(&theirs, &theirs, &cores[static_cast<size_t>(rank)]);
+  const auto sharing = std::ranges::count_if(cores, [&](const cpu_set_t& of_rank) {
+    cpu_set_t common;
+    CPU_AND(&common, &of_rank, &theirs);
+    return CPU_COUNT(&common) > 0;
+  });
+  return sharing > 0 && sharing <= CPU_COUNT(&theirs);
+}
+
 void find_host(RankInfo& info, const std::vector<std::string>& hosts) {
   const auto own = hosts.begin() + info.rank;
   info.local_rank = static_cast<int>(std::count(hosts.begin(), own, *own));
@@ -340,6 +359,8 @@ Rendezvous join_rendezvous(const RankInfo& info, const RendezvousOptions& option
       rendezvous.processes.push_back(member.host == list.self().host
                                          ? PeerProcess(member.pid, member.started)
                                          : PeerProcess());
+      rendezvous.cores.push_back(member.host == list.self().host ? cores_of(member.pid)
+                                                                 : cpu_set_t{});
     }
     const bool several_hosts = std::ranges::any_of(
         members, [&](const Member& other) { return other.host != list.self().host; });

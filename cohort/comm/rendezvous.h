@@ -4,6 +4,7 @@
 #pragma once
 #include <ATen/core/ivalue.h>
 #include <chrono>
+#include <sched.h>
 #include <string>
 #include <vector>
 
@@ -29,7 +30,16 @@ struct Rendezvous {
   std::vector<std::string> hosts;           ///< By rank, as own_host().
   std::vector<std::string> memory_sharing;  ///< By rank, as memory_sharing().
   std::vector<PeerProcess> processes;       ///< By rank; those of other hosts are not watched.
+  std::vector<cpu_set_t> cores;             ///< By rank: those that it may use. None: not known,
+                                            ///< as of ranks of other hosts.
 };
+
+/// Returns the cores that a process of this host may use: none if the system does not say.
+cpu_set_t cores_of(pid_t process);
+
+/// Estimates whether some ranks of this host can have a core each, whatever all others do at the
+/// time: whether no more ranks may use their cores than these are. `cores`: Rendezvous::cores.
+bool has_core_each(const std::vector<cpu_set_t>& cores, const std::vector<int>& ranks);
 
 /// Joins the rendezvous of the job of `info`, whose world size is above 1. Collective; blocks at
 /// most `timeout`.

@@ -245,7 +245,7 @@ struct Questions {
 /// Threads: one.
 class LogProbs {
  public:
-  /// scores_NV in the compute type. Unless `with_sums`, `log_prob` is the score itself, where the answers come from the CPU.
+  /// scores_NV in the compute type. Unless `with_sums`, `log_prob` is the score itself, but where `questions` are answered on another device.
   /// Errors: c10::Error if a row holds what is not finite.
   explicit LogProbs(const at::Tensor& scores_NV,
                     const std::optional<Questions>& questions = std::nullopt,
@@ -273,7 +273,7 @@ class LogProbs {
   /// The likeliest column but for the `banned`.
   /// Errors: c10::Error if all are banned.
   Candidate likeliest(int64_t row, std::span<const int64_t> banned) const;
-  /// The sum of (p / likeliest p)^exponent over all columns but the `banned`, by which `draw` draws, without a list of them.
+  /// The sum of (p / likeliest p)^exponent over all columns but the `banned`: the total of the weights of `draw`.
   /// Not where `draw` is not.
   double sum_of_weights(int64_t row, double exponent, std::span<const int64_t> banned) const;
   /// All columns but the `banned`, in order. Not where `draw` is not.

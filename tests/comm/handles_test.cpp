@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 #include <memory>
 #include <numeric>
+#include <sched.h>
 #include <string>
 #include <thread>
 #include <torch/autograd.h>
@@ -21,6 +22,7 @@
 #include "cohort/base/program.h"
 #include "cohort/comm/backend.h"
 #include "cohort/comm/process_group.h"
+#include "cohort/comm/rendezvous.h"
 
 #include "tests/support/hosts.h"
 #include "tests/support/message_of.h"
@@ -333,6 +335,41 @@ class SlowStore : public c10d::PrefixStore {
  private:
   const milliseconds delay_;
 };
+
+// Three ranks: all on one core; then the last one on a core of its own.
+TEST(HandleTest, ABackendIsToldWhetherItsRanksHaveACoreEach) {
+  test::ranks(3, [](const ProcessGroup& world) {
+    const cpu_set_t all = cores_of(0);
+    std::vector<int> numbers;
+    for (int core = 0; core < CPU_SETSIZE; ++core)
+      if (CPU_ISSET(core, &all)) numbers.push_back(core);
+    const auto bind = [&](size_t index) {
+      cpu_set_t one;
+      CPU_ZERO(&one);
+      CPU_SET(numbers.at(index), &one);
+      ASSERT_EQ(sched_setaffinity(0, sizeof one, &one), 0);
+      world.barrier("bound");
+    };
+    const auto told = std::make_shared<bool>(false);
+    register_backend("spied_gloo", {.make = [told](const BackendRequest& request) {
+                       *told = request.has_core_each;
+                       return find_backend("gloo").make(request);
+                     }});
+    const auto on_host = [&](const std::function<void(const ProcessGroup&)>& body) {
+      test::on_hosts(world, {"a", "a", "a"}, body, {.backend = "spied_gloo"});
+    };
+    on_host([&](const ProcessGroup&) { EXPECT_EQ(*told, numbers.size() >= 3); });
+    bind(0);
+    on_host([&](const ProcessGroup&) { EXPECT_FALSE(*told); });
+    if (numbers.size() < 2) return;
+    bind(world.rank() == 2 ? 1 : 0);
+    on_host([&](const ProcessGroup& group) {
+      EXPECT_FALSE(*told);
+      const ProcessGroup last = group.subgroup({2}, "last"), two = group.subgroup({0, 1}, "two");
+      EXPECT_EQ(*told, world.rank() == 2);
+    });
+  });
+}
 
 // The first to be connected destroys its connections while another has not begun to connect.
 TEST(HandleTest, AGroupMayBeDroppedAsSoonAsItIsMade) {

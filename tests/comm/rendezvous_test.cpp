@@ -77,6 +77,27 @@ void expect_each_says(const std::vector<std::string>& results, const std::string
     EXPECT_NE(result.find(text), std::string::npos) << result;
 }
 
+cpu_set_t cores(std::initializer_list<int> numbers) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int number : numbers) CPU_SET(number, &set);
+  return set;
+}
+
+TEST(HasCoreEachTest, CountsAllRanksThatMayUseTheirCores) {
+  const cpu_set_t both = cores({0, 1}), elsewhere = cores({});
+  EXPECT_TRUE(has_core_each({both, both}, {0, 1}));
+  EXPECT_TRUE(has_core_each({both, both, elsewhere, elsewhere}, {0, 1}));
+  EXPECT_FALSE(has_core_each({both, both, both}, {0, 1, 2}));
+  EXPECT_FALSE(has_core_each({both, both, both, both}, {0, 2})) << "others use them, too";
+  EXPECT_TRUE(has_core_each({cores({0}), cores({1})}, {0, 1}));
+  EXPECT_TRUE(has_core_each({cores({0}), cores({1}), cores({2})}, {0, 2}));
+  EXPECT_FALSE(has_core_each({cores({0}), cores({0})}, {0, 1}));
+  const cpu_set_t other = cores({2, 3});
+  EXPECT_TRUE(has_core_each({both, other, both, other}, {0, 2})) << "the others have their own";
+  EXPECT_FALSE(has_core_each({elsewhere, elsewhere}, {0, 1})) << "not known";
+}
+
 TEST(RendezvousTest, RanksJoinByTcp) {
   const int port = free_port();
   expect_each_says(join_all({info_of(0, 3, port), info_of(1, 3, port), info_of(2, 3, port)}),

@@ -85,26 +85,6 @@ void exchange_all(SharedExchange& exchange, int rank, int world_size) {
   }
 }
 
-cpu_set_t cores(std::initializer_list<int> numbers) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  for (const int number : numbers) CPU_SET(number, &set);
-  return set;
-}
-
-// Ranks spin if they have a core each: of other groups, too, unless each has its own.
-TEST(ShmThreadsTest, RanksThatShareCoresHaveNoneEach) {
-  const cpu_set_t both = cores({0, 1});
-  EXPECT_TRUE(has_core_each({both, both}, 2));
-  EXPECT_FALSE(has_core_each({both, both}, 4));
-  EXPECT_FALSE(has_core_each({both, both, both}, 3));
-  EXPECT_TRUE(has_core_each({cores({0}), cores({1})}, 2));
-  EXPECT_TRUE(has_core_each({cores({2}), cores({0})}, 4));
-  EXPECT_FALSE(has_core_each({cores({0}), cores({0})}, 2));
-  EXPECT_FALSE(has_core_each({cores({0, 1}), cores({1})}, 3));
-  EXPECT_FALSE(has_core_each({cores({}), cores({0})}, 2)) << "the system did not say";
-}
-
 TEST(ShmThreadsTest, OperationsFollowEachOtherWithoutARace) {
   for (const int world_size : {1, 2, 3, 4}) {
     const auto memory = zeros(SharedExchange::bytes_for(world_size));

@@ -5,6 +5,7 @@
 #include <limits>
 #include <torch/types.h>
 
+#include "cohort/nmt/kernels/cpu/loops.h"
 #include "cohort/nmt/kernels/cpu/tile_product.h"
 #include "cohort/nmt/kernels/kernels.h"
 
@@ -125,6 +126,43 @@ TEST(ProductTest, TilesGiveAnElementTheSameBitsWhateverIsBesideItAndHoweverManyT
     }
   });
   at::set_num_threads(threads);
+}
+
+// Of each instruction set that has them: the best one's alone are in use.
+TEST(ProductTest, PanelsOfEveryTableAreFloat64s) {
+  constexpr int64_t kRows = 77, kColumns = 45, kDepth = 70;
+  const auto padded = [](int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; };
+  const at::Tensor a = random_matrix(kRows, kDepth, false),
+                   b = random_matrix(kColumns, kDepth, false);
+  const auto matrix = [](const at::Tensor& m) {
+    return MatrixBits{static_cast<const BFloat16Bits*>(m.const_data_ptr()), m.stride(0),
+                      m.stride(1)};
+  };
+  const at::Tensor wide_a = a.to(at::kDouble), wide_b = b.to(at::kDouble);
+  const at::Tensor bound = 1e-6 * at::mm(wide_a.abs(), wide_b.abs().t()) + 1e-30;
+  for (const Loops* const* table = supported_loops(); *table != nullptr; ++table) {
+    const PanelLoops& panels = (*table)->panels;
+    if (panels.multiply == nullptr) continue;
+    const int64_t depth = padded(kDepth, kPanelDepth);
+    std::vector<BFloat16Bits> rows(static_cast<size_t>(padded(kRows, kPanelWidth) * depth));
+    std::vector<BFloat16Bits> columns(static_cast<size_t>(padded(kColumns, kPanelWidth) * depth));
+    panels.pack_rows(matrix(a), kRows, kDepth, rows.data());
+    panels.pack_columns(matrix(b), kColumns, kDepth, columns.data());
+    at::Tensor out = at::full({kRows, kColumns}, 7, at::kFloat);
+    for (const double before : {0.0, 3.0}) {
+      if (before != 0) out.fill_(before);
+      panels.multiply({.row_panels = rows.data(),
+                       .column_panels = columns.data(),
+                       .rows = kRows,
+                       .columns = kColumns,
+                       .depth = kDepth,
+                       .add = before != 0,
+                       .sums = out.mutable_data_ptr<float>(),
+                       .sums_stride = kColumns});
+      const at::Tensor error = (out - before - at::mm(wide_a, wide_b.t())).abs();
+      EXPECT_TRUE(error.le(bound + 1e-6 * before).all().item<bool>()) << (*table)->name << before;
+    }
+  }
 }
 
 TEST(ProductTest, AmxIsLeftOutWhereOneDnnLeavesItOut) {

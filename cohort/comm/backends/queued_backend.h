@@ -31,8 +31,9 @@ class QueuedBackend : public c10d::Backend, public NumberedBackend {
   uint64_t getSequenceNumberForGroup() override;
   void number_next(uint32_t number) override;
 
-  /// Coalesced forms: an operation for each tensor, of which the last one's work is returned. Operations end in order.
   using Tensors = std::vector<at::Tensor>;
+  /// Coalesced forms: an operation for each tensor, one after another, of which the last one's work is returned. If one fails, so
+  /// do those after it, with its text.
   WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                               const c10d::AllgatherOptions& options) override;
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,

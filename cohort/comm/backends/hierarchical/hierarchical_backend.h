@@ -60,7 +60,6 @@ class HierarchicalBackend final : public QueuedBackend {
     return inside_->allocateTensor(size, options);
   }
 
-  using Tensors = std::vector<at::Tensor>;
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPtr allreduce_coalesced(Tensors& tensors,

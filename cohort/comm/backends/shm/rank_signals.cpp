@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/comm/backends/shm/rank_signals.h"
 
-#include <algorithm>
 #include <c10/util/Exception.h>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -44,20 +43,6 @@ std::string text_of_call(const SharedCall& call) {
 }
 
 }  // namespace
-
-bool has_core_each(const std::vector<cpu_set_t>& cores, int ranks_of_host) {
-  cpu_set_t all;
-  CPU_ZERO(&all);
-  int sum = 0;
-  for (const cpu_set_t& own : cores) {
-    CPU_OR(&all, &all, &own);
-    sum += CPU_COUNT(&own);
-  }
-  const bool are_known =
-      std::ranges::none_of(cores, [](const cpu_set_t& own) { return CPU_COUNT(&own) == 0; });
-  const bool are_bound_apart = are_known && sum == CPU_COUNT(&all);
-  return are_bound_apart || ranks_of_host <= CPU_COUNT(&all);
-}
 
 RankSignals::RankSignals(RankLine* lines, int rank, const std::vector<PeerProcess>& peers,
                          const std::vector<int>& names, bool spins)

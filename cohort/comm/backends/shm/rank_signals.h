@@ -4,7 +4,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <sched.h>
 #include <string>
 #include <vector>
 
@@ -33,10 +32,6 @@ struct alignas(128) RankLine {
   SharedCall calls[2];             ///< What this rank calls: calls n and n + 1.
   uint64_t place;                  ///< Where its tensor lies (RankSignals::set_place).
 };
-
-/// Whether the ranks of a group can have a core each. `cores`: those that each of them may use; `ranks_of_host`: the number of
-/// ranks that the job has on this host, whatever their groups.
-bool has_core_each(const std::vector<cpu_set_t>& cores, int ranks_of_host);
 
 /// Steps that all ranks take together: a rank `arrive`s at step n once what others read of it
 /// there is in the memory, and `wait`s before it reads what is theirs.

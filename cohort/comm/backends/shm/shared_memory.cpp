@@ -46,8 +46,13 @@ int allocate(const Fd& file, size_t begin, size_t bytes) {
 Fd make_memory(size_t bytes, size_t room) {
   Fd file(memfd_create("cohort-shm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!file) fail_to_share("memfd_create", errno);
-  if (ftruncate(file.get(), static_cast<off_t>(bytes + room)) != 0)
-    fail_to_share("ftruncate", errno);
+  if (ftruncate(file.get(), static_cast<off_t>(bytes + room)) != 0) {
+    const std::string expected = std::to_string((bytes + room) >> 10U) + " KiB";
+    fail_to_share(errno == EFBIG
+                      ? "expected a limit of file sizes (ulimit -f) of at least " + expected
+                      : "ftruncate",
+                  errno);
+  }
   // Now, not by a signal at the first write.
   if (const int error = allocate(file, 0, bytes); error != 0)
     fail_to_share(

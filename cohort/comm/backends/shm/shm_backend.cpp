@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <cstring>
 #include <numeric>
-#include <sched.h>
 #include <sstream>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -182,23 +181,14 @@ std::vector<int> numbers_of(const BackendRequest& request, std::vector<int> name
   return names;
 }
 
-// None where the system does not say.
-cpu_set_t cores_of(pid_t process) {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  if (sched_getaffinity(process, sizeof cores, &cores) != 0) CPU_ZERO(&cores);
-  return cores;
-}
-
-// Makes `room_each` the least that a rank has, and `spins` what a rank that waits may do.
+// Makes `room_each` the least that a rank has.
 std::vector<PeerProcess> find_peers(const BackendRequest& request, const std::vector<int>& names,
                                     std::chrono::steady_clock::time_point deadline,
-                                    size_t& room_each, bool& spins) {
+                                    size_t& room_each) {
   const auto key = [](int rank) { return "process/" + std::to_string(rank); };
   request.store->set(key(request.rank), describe_self(room_each));
   const std::string own = own_host();
   std::vector<PeerProcess> peers;
-  std::vector<cpu_set_t> cores;
   for (int peer = 0; peer < request.world_size; ++peer) {
     request.store->wait({key(peer)}, time_left(deadline));
     std::istringstream text(request.store->get_to_str(key(peer)));
@@ -212,13 +202,11 @@ std::vector<PeerProcess> find_peers(const BackendRequest& request, const std::ve
       throw ConfigError("backend shm: expected all ranks on one host, rank " + name + " is on " +
                         host.substr(0, host.find('/')) + " or in other namespaces: use gloo");
     }
-    cores.push_back(cores_of(pid));
     peers.emplace_back(pid, started);
     if (!peers.back().is_watched())
       throw ConfigError("backend shm: expected pidfd_open (Linux 5.3) to watch rank " + name +
                         ": " + std::strerror(errno) + "; use gloo");
   }
-  spins = has_core_each(cores, request.ranks_of_host);
   return peers;
 }
 
@@ -277,7 +265,7 @@ ShmBackend::ShmBackend(const BackendRequest& request, std::vector<int> names,
     : QueuedBackend(request.rank, request.world_size, request.timeout, "cohort-shm", title_of),
       names_(numbers_of(request, std::move(names))),
       room_each_(room_of_each(request.world_size)),
-      peers_(find_peers(request, names_, deadline, room_each_, spins_)),
+      peers_(find_peers(request, names_, deadline, room_each_)),
       memory_(std::make_shared<const SharedMemory>(SharedMemory::share(
           *request.store, request.rank, request.world_size, own_bytes(request.world_size),
           time_left(deadline), room_each_ * static_cast<size_t>(request.world_size)))),
@@ -285,7 +273,7 @@ ShmBackend::ShmBackend(const BackendRequest& request, std::vector<int> names,
       exchange_(
           memory_->data(), request.rank, peers_, names_,
           {.first = memory_->data() + own_bytes(request.world_size), .bytes_each = room_each_},
-          spins_),
+          request.has_core_each),
       mailbox_(memory_->data() + exchange_bytes(request.world_size), request.rank, peers_,
                [this] { exchange_.abort(); }) {
   init();
@@ -632,8 +620,6 @@ c10::intrusive_ptr<c10d::Backend> make_shm_backend(const BackendRequest& request
     throw ConfigError("backend shm: expected at most " + std::to_string(kMostShmRanks) +
                       " ranks, got " + std::to_string(request.world_size));
   }
-  if (const std::string reason = why_no_memory_sharing(); !reason.empty())
-    throw ConfigError("backend shm: " + reason + "; use gloo");
   return c10::make_intrusive<ShmBackend>(request);
 }
 

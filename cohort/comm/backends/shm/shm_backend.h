@@ -50,7 +50,6 @@ class ShmBackend final : public QueuedBackend {
   /// Threads: any.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
-  using Tensors = std::vector<at::Tensor>;
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPtr allreduce_coalesced(Tensors& tensors,
@@ -93,7 +92,6 @@ class ShmBackend final : public QueuedBackend {
 
   const std::vector<int> names_;    // by rank
   size_t room_each_;                // bytes of addresses for the tensors of a rank, on all alike
-  bool spins_ = false;              // a rank that waits
   std::vector<PeerProcess> peers_;  // by rank
   const std::shared_ptr<const SharedMemory> memory_;
   const std::shared_ptr<Arena> arena_;  // may be none

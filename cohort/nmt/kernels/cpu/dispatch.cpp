@@ -26,10 +26,7 @@ const Loops*& in_use() {
 }
 
 bool has_avx512_bf16() {
-  constexpr unsigned kAvx512Bf16 = 1U << 5;
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  return instruction_set() == InstructionSet::kAvx512 &&
-         __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & kAvx512Bf16) != 0;
+  return instruction_set() == InstructionSet::kAvx512 && __builtin_cpu_supports("avx512bf16");
 }
 
 // Whether the processor multiplies bfloat16 by tiles, the kernel lets this process use them, and libtorch's own products

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of bfloat16 matrices that are packed as tiles. On CPUs with AMX they are faster than oneDNN's, which at::mm takes,
-// and a row does not depend on how many there are. On CPUs with AVX512-BF16 only they are as fast, and sums that are wanted in
-// float32, as a weight's gradient is, need no rounded copy on the way.
+// and a row does not depend on how many there are. With AVX512-BF16 but no AMX they are only as fast as oneDNN's, but
+// sums that are wanted in float32, as a weight's gradient is, need no rounded copy on the way.
 #pragma once
 #include <ATen/core/Tensor.h>
 
